@@ -1,0 +1,56 @@
+"""Packaging of wespeaker_qmargin; see README.md for the two commands that set everything up."""
+
+import re
+from pathlib import Path
+
+from setuptools import setup
+
+HERE = Path(__file__).parent
+VERSION = re.search(
+    r'__version__ = "(.+?)"', (HERE / "wespeaker_qmargin" / "__init__.py").read_text()
+).group(1)
+
+setup(
+    name="wespeaker-qmargin",
+    version=VERSION,
+    description="Q-Margin, a sparse alpha-divergence margin loss, as a head for WeSpeaker",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    packages=["wespeaker_qmargin"],
+    python_requires=">=3.10",
+    install_requires=[
+        "torch>=2.6",
+        "numpy",
+        "scipy",
+        "pyyaml",
+        "kaldiio",
+        "soundfile",
+        "soxr",
+        "tqdm",
+        "accelerate>=1.0",
+        "matplotlib",  # the report's plots; WeSpeaker's score metrics import it too
+        "tensorboard",  # training curves
+    ],
+    extras_require={
+        "lmdb": ["lmdb"],  # only for MUSAN / RIR sources that upstream's make_lmdb.py wrote
+        "demo": ["espeakng-loader"],  # synthetic voices (GPL-3) for a machine without any corpus
+        "test": [
+            "pytest",
+            "pytest-xdist",
+            "hypothesis",
+            "ruff",
+            "entmax",
+            "kaldi-native-fbank",
+            "lmdb",
+            "espeakng-loader",
+        ],
+    },
+    entry_points={"console_scripts": ["wespeaker-qmargin = wespeaker_qmargin.cli:main"]},
+    classifiers=[
+        "License :: OSI Approved :: Apache Software License",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Topic :: Multimedia :: Sound/Audio :: Speech",
+    ],
+)
