@@ -17,7 +17,7 @@ _LABELS = {"target": True, "1": True, "nontarget": False, "0": False}
 
 
 class Trials(NamedTuple):
-    """A trial list: ``enroll`` and ``test`` keys, ``is_target`` bool (N,) or None when unlabelled."""
+    """A trial list: keys, and ``is_target`` bool (N,) or None when it has no labels."""
 
     enroll: list[str]
     test: list[str]

@@ -1,0 +1,61 @@
+"""The console command ``wespeaker-qmargin``: one sub-command a stage, no logic of its own."""
+
+import argparse
+import importlib
+import logging
+import sys
+
+from wespeaker_qmargin import __version__
+
+# command: (module, what it does)
+_COMMANDS = {
+    "train": ("train", "train a backbone with a head, as a WeSpeaker YAML says"),
+    "average": ("model", "average the last checkpoints into avg_model.pt"),
+    "extract": ("extract", "write embeddings of whole utterances as xvector.ark/scp"),
+    "score": ("score", "score trials by cosine, with AS-Norm or S-Norm"),
+    "metrics": ("metrics", "EER, minDCF, FNR at FPR, with speaker-level intervals"),
+    "report": ("report", "one HTML page: results, DET curves, training curves"),
+}
+
+
+def main(words: list[str] | None = None) -> int:
+    """Run one command; return its exit status."""
+    words = sys.argv[1:] if words is None else words
+    parser = argparse.ArgumentParser(
+        prog="wespeaker-qmargin",
+        description="Q-Margin in WeSpeaker: train, extract, score, measure, report.",
+        epilog="commands:\n"
+        + "\n".join(f"  {name:10} {text}" for name, (_, text) in _COMMANDS.items())
+        + "\n\nexample:\n  wespeaker-qmargin train --help",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    parser.add_argument("command", choices=_COMMANDS, metavar="command")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    chosen = parser.parse_args(words)
+    module_name, text = _COMMANDS[chosen.command]
+    # only the chosen stage is imported: --help of the whole stays fast
+    module = importlib.import_module(f"wespeaker_qmargin.{module_name}")
+    stage = argparse.ArgumentParser(
+        prog=f"wespeaker-qmargin {chosen.command}",
+        description=text,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    module.add_arguments(stage)
+    args, rest = stage.parse_known_args(chosen.arguments)
+    if rest and not hasattr(args, "overrides"):
+        stage.error(f"unknown arguments: {' '.join(rest)}")
+    args.overrides = rest
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("wespeaker_qmargin").setLevel(logging.INFO)
+    try:
+        module.run(args)
+    except (ValueError, OSError) as error:
+        print(f"wespeaker-qmargin {chosen.command}: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,210 @@
+"""What a run consists of: data, network, optimiser, schedules; where it stands; saving that."""
+
+import dataclasses
+import logging
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from wespeaker_qmargin import resume
+from wespeaker_qmargin.augment import AudioSource, Augmenter
+from wespeaker_qmargin.config import Config, save_config, to_dict
+from wespeaker_qmargin.data import TrainSet, train_loader
+from wespeaker_qmargin.files import write_text
+from wespeaker_qmargin.lists import read_utterances, speaker_labels
+from wespeaker_qmargin.model import SpeakerNet, from_wespeaker, load_checkpoint, to_wespeaker
+from wespeaker_qmargin.order import EpochBatches
+from wespeaker_qmargin.provenance import provenance
+from wespeaker_qmargin.schedule import Schedules, build_optimizer
+from wespeaker_qmargin.validate import split_speakers
+
+logger = logging.getLogger(__name__)
+
+
+def make_accelerator(config: Config) -> Accelerator:
+    """Return Accelerate's view of the devices that ``config`` asks for.
+
+    Raises:
+        ValueError: a GPU is asked for and there is none.
+    """
+    if config.gpus and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, config.gpus))
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device: cuda was asked for, but torch finds no CUDA device")
+    on_cpu = config.device == "cpu" or not torch.cuda.is_available()
+    if on_cpu and config.gpus:
+        logger.info("training on the CPU: gpus %s are not used", config.gpus)
+    precision = config.amp_dtype if config.enable_amp else "no"
+    return Accelerator(cpu=on_cpu, mixed_precision=precision)
+
+
+def _seed_everything(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def _augmenter(config: Config) -> Augmenter | None:
+    args = config.dataset_args
+    if args.aug_prob == 0 or not (config.noise_data or config.reverb_data):
+        return None
+    noise, reverb = (
+        AudioSource(path) if path else None for path in (config.noise_data, config.reverb_data)
+    )
+    for name, source in (("noise_data", noise), ("reverb_data", reverb)):
+        if source is None:
+            logger.warning("%s is not given: training without it", name)
+    return Augmenter(noise, reverb, prob=args.aug_prob, sample_rate=args.resample_rate)
+
+
+class Experiment:
+    """Everything that a run needs, opened, and at (epoch, step): fresh, or where ``state`` was.
+
+    ``net`` is the bare ``SpeakerNet``, ``model`` what Accelerate made of it (DDP, autocast).
+    ``epoch_iter`` optimiser steps make an epoch, ``step_batch`` utterances over all processes make
+    a step.
+
+    Args:
+        state: what ``save`` wrote, or None.
+
+    Raises:
+        ValueError, FileNotFoundError: unusable data, a state of another run.
+    """
+
+    def __init__(self, config: Config, exp_dir: Path, accelerator: Accelerator, state: dict | None):
+        self.config, self.exp_dir, self.accelerator = config, exp_dir, accelerator
+        self.epoch, self.step, self.best_eer = 1, 0, None
+        _seed_everything(config.seed)
+        self._open_data()
+        self._open_model()
+        if state is not None:
+            self._restore(state)
+            return
+        if config.checkpoint is not None:
+            load_checkpoint(self.net, config.checkpoint)
+        elif config.model_init is not None:
+            load_checkpoint(self.net, config.model_init, head=False)
+        _seed_everything(config.seed + accelerator.process_index)
+
+    def _open_data(self) -> None:
+        config, args = self.config, self.config.dataset_args
+        utterances = read_utterances(config.data_type, config.train_data, config.train_label)
+        training, self.valid = split_speakers(utterances, config.valid_speakers, config.seed)
+        self.labels = speaker_labels(training)
+        # a large-margin stage keeps the rows of the speed copies, so that its checkpoint fits
+        copies = 3 if args.speed_perturb and args.speed_perturb_labels == "new" else 1
+        self.num_class = len(self.labels) * copies
+        if config.do_lm and args.speed_perturb:
+            logger.info("do_lm: no speed perturbation, the head keeps its %d rows", self.num_class)
+            args = dataclasses.replace(args, speed_perturb=False)
+        self.train_set = TrainSet(
+            training, self.labels, args, seed=config.seed, augmenter=_augmenter(config)
+        )
+        self.step_batch = (
+            config.dataloader_args.batch_size * config.accum_steps * self.accelerator.num_processes
+        )
+        self.epoch_iter = (args.sample_num_per_epoch or len(self.train_set)) // self.step_batch
+        if self.epoch_iter == 0:
+            raise ValueError(
+                f"{len(self.train_set)} utterances an epoch make no step of {self.step_batch} "
+                "(processes x batch_size x accum_steps): lower dataloader_args.batch_size, or "
+                "raise dataset_args.sample_num_per_epoch"
+            )
+
+    def _open_model(self) -> None:
+        self.net = SpeakerNet(self.config, self.num_class)
+        optimizer = build_optimizer(self.net, self.config)
+        self.schedules = Schedules(
+            self.net,
+            optimizer,
+            self.config,
+            epoch_iter=self.epoch_iter,
+            step_batch=self.step_batch,
+        )
+        self.model, self.optimizer = self.accelerator.prepare(self.net, optimizer)
+
+    def describe(self) -> None:
+        """Write config.yaml, run.json and speakers.txt, and log the sizes."""
+        save_config(self.config, self.exp_dir / "config.yaml")
+        resume.write_json(provenance(self.accelerator.device), self.exp_dir / "run.json")
+        write_text(self.exp_dir / "speakers.txt", "".join(f"{name}\n" for name in self.labels))
+        sizes = [sum(p.numel() for p in m.parameters()) for m in (self.net, self.net.projection)]
+        logger.info(
+            "%d utterances of %d speakers, %d held out; %s, %.2f M parameters + head %.2f M: %s; "
+            "%d epochs of %d steps of %d utterances; learning rate x %g; %s",
+            len(self.train_set),
+            len(self.labels),
+            len(self.valid),
+            self.config.model,
+            (sizes[0] - sizes[1]) / 1e6,
+            sizes[1] / 1e6,
+            self.net.projection,
+            self.config.num_epochs,
+            self.epoch_iter,
+            self.step_batch,
+            self.schedules.scale_ratio,
+            self.accelerator.device,
+        )
+
+    @property
+    def iteration(self) -> int:
+        """Optimiser steps done."""
+        return (self.epoch - 1) * self.epoch_iter + self.step
+
+    def batches(self):
+        """Return an iterator over what is left of this epoch's batches, on this process."""
+        config, accelerator = self.config, self.accelerator
+        batches = EpochBatches(
+            len(self.train_set),
+            config.dataloader_args.batch_size,
+            seed=config.seed,
+            epoch=self.epoch,
+            num_batches=self.epoch_iter * config.accum_steps,
+            rank=accelerator.process_index,
+            world_size=accelerator.num_processes,
+            start=self.step * config.accum_steps,
+            block=self.train_set.block,
+            shuffle=config.dataset_args.shuffle,
+        )
+        return iter(train_loader(self.train_set, batches, config.dataloader_args))
+
+    def save(self, metrics_size: int | None) -> None:
+        """Save the state of all processes; ``metrics_size``: bytes of metrics.jsonl, on the main."""
+        generators = gather_object([resume.rng_state()])
+        if not self.accelerator.is_main_process:
+            return
+        scaler = self.accelerator.scaler
+        state = {
+            "epoch": self.epoch,
+            "step": self.step,
+            "best_eer": self.best_eer,
+            "model": to_wespeaker(self.net.state_dict()),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": None if scaler is None else scaler.state_dict(),
+            "generators": generators,
+            "config": to_dict(self.config),
+            "step_batch": self.step_batch,
+            "speakers": list(self.labels),
+            "metrics_size": metrics_size,
+        }
+        resume.save_state(self.exp_dir, state)
+
+    def _restore(self, state: dict) -> None:
+        resume.check_same_run(
+            state,
+            config=to_dict(self.config),
+            step_batch=self.step_batch,
+            speakers=list(self.labels),
+        )
+        self.net.load_state_dict(from_wespeaker(state["model"]))
+        self.optimizer.load_state_dict(state["optimizer"])
+        if state["scaler"] is not None:
+            self.accelerator.scaler.load_state_dict(state["scaler"])
+        self.epoch, self.step, self.best_eer = state["epoch"], state["step"], state["best_eer"]
+        resume.set_rng_state(state["generators"], self.accelerator.process_index)
+        logger.info("resuming at epoch %d, step %d", self.epoch, self.step)

@@ -1,0 +1,182 @@
+"""Figures of the report as SVG text: DET curves and training curves of several systems.
+
+matplotlib is imported when a figure is drawn, and without its global state (no pyplot, no backend).
+"""
+
+import io
+import math
+from collections.abc import Sequence
+from contextlib import contextmanager
+
+import numpy as np
+from scipy.special import ndtri
+
+from wespeaker_qmargin.roc import Roc
+
+# Okabe & Ito (2008), safe for colour-blind readers; line styles tell systems apart without colour
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)), (0, (3, 1, 1, 1, 1, 1)))
+MARKERS = "osD^vPX"
+GREY = "#5f6b7a"
+TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 40, 50, 60, 70, 80, 90, 95, 98, 99)
+PANELS = {  # key in metrics.jsonl -> title, factor
+    "loss": ("Training loss", 1),
+    "margin": ("Margin", 1),
+    "lr": ("Learning rate", 1),
+    "active": ("Active share of samples, %", 100),
+    "support": ("Mean support size, classes", 1),
+    "valid_eer": ("Validation EER, %", 100),
+}
+SETTINGS = {
+    "svg.fonttype": "none",  # text stays text: small files, and the reader's own fonts
+    "svg.hashsalt": "wespeaker_qmargin",  # the same data, the same bytes
+    "font.family": "sans-serif",
+    "font.size": 9.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": GREY,
+    "axes.titlesize": 10.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.labelcolor": GREY,
+    "xtick.color": GREY,
+    "ytick.color": GREY,
+    "axes.grid": True,
+    "grid.color": "#e4e8ee",
+    "grid.linewidth": 0.8,
+    "axes.axisbelow": True,
+    "legend.frameon": True,
+    "legend.framealpha": 0.9,
+    "legend.edgecolor": "#ffffff",
+}
+
+
+def det_svg(title: str, curves: dict[str, Roc], *, order: Sequence[str]) -> str:
+    """Return the DET plot of one trial list: FNR over FPR, both on normal-deviate axes.
+
+    Each curve joins the points of its ROC; a marker is where FNR = FPR, the EER.
+
+    Args:
+        curves: system -> ROC.
+        order: all systems of the report; a system has the same colour in every figure.
+
+    Reference: Martin et al., 1997, "The DET curve in assessment of detection task performance".
+    """
+    with _figure(5.4, 5.2) as (figure, buffer):
+        axes = figure.add_subplot()
+        low, high = _det_limits(curves.values())
+        axes.plot(ndtri([low, high]), ndtri([low, high]), color="#b8c0cc", lw=0.8, ls=":")
+        for name, curve in curves.items():
+            style = _style(order.index(name))
+            axes.plot(*_det_points(curve, low), **{**style, "marker": None})
+            eer = ndtri(min(max(curve.eer(), low), high))
+            axes.plot(eer, eer, **style, mec="white", ms=7, zorder=3)
+            axes.plot([], [], **style, label=_label(name, curve.eer()))
+        ticks = _det_ticks(low, high)
+        for axis, name in ((axes.xaxis, "False accepts, %"), (axes.yaxis, "False rejects, %")):
+            axis.set_ticks(ndtri(np.divide(ticks, 100)), [f"{tick:g}" for tick in ticks])
+            axis.set_label_text(name)
+        axes.set(xlim=ndtri([low, high]), ylim=ndtri([low, high]), aspect="equal")
+        axes.set_title(title, parse_math=False)
+        for text in axes.legend(loc="lower left", title="EER").get_texts():
+            text.set_parse_math(False)
+    return buffer.getvalue()
+
+
+def training_svg(series: dict[str, dict], *, order: Sequence[str]) -> str:
+    """Return training curves as small multiples over the step, one panel a quantity that has data.
+
+    Args:
+        series: system -> quantity (a key of ``PANELS``) -> (steps, values).
+        order: as for ``det_svg``.
+    """
+    panels = [key for key in PANELS if any(len(own[key][0]) for own in series.values())]
+    columns = min(3, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    with _figure(3.7 * columns, 2.55 * rows + 0.35) as (figure, buffer):
+        figure.get_layout_engine().set(hspace=0.08, wspace=0.05)
+        for position, key in enumerate(panels, 1):
+            axes = figure.add_subplot(rows, columns, position)
+            _draw_panel(axes, key, series, order)
+            if position > len(panels) - columns:
+                axes.set_xlabel("step")
+        handles = [axes.plot([], [], **_style(order.index(name)))[0] for name in series]
+        names = [_label(name) for name in series]
+        legend = figure.legend(handles, names, loc="outside upper left", ncols=min(3, len(names)))
+        for text in legend.get_texts():
+            text.set_parse_math(False)
+    return buffer.getvalue()
+
+
+@contextmanager
+def _figure(width: float, height: float):
+    """Yield an empty figure and the buffer that holds its SVG after the block."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    buffer = io.StringIO()
+    with matplotlib.rc_context(SETTINGS):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        yield figure, buffer
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+
+
+def _style(index: int) -> dict:
+    return {
+        "color": COLOURS[index % len(COLOURS)],
+        "ls": DASHES[index % len(DASHES)],
+        "marker": MARKERS[index % len(MARKERS)],
+        "lw": 1.7,
+    }
+
+
+def _label(name: str, eer: float | None = None) -> str:
+    # matplotlib leaves labels out that begin with an underscore
+    name = f" {name}" if name.startswith("_") else name
+    return name if eer is None else f"{name}: {100 * eer:.2f} %"
+
+
+def _det_limits(curves) -> tuple[float, float]:
+    """Return the lowest and highest rate shown: the finest step of any curve, and past the EERs."""
+    curves = list(curves)
+    finest = max(np.min(rate[rate > 0]) for curve in curves for rate in (curve.fnr, curve.fpr))
+    low = max([tick for tick in TICKS if tick <= 100 * min(finest, 0.01)], default=TICKS[0])
+    worst = max(0.2, *(1.6 * curve.eer() for curve in curves))
+    high = min([tick for tick in TICKS if tick >= 100 * worst], default=TICKS[-1])
+    return low / 100, high / 100
+
+
+def _det_ticks(low: float, high: float) -> list[float]:
+    """Return the ticks in per cent, without those whose labels would touch."""
+    kept, gap = [], 0.06 * (ndtri(high) - ndtri(low))
+    for tick in TICKS:
+        if 99.9 * low <= tick <= 100.1 * high and (
+            not kept or ndtri(tick / 100) - ndtri(kept[-1] / 100) > gap
+        ):
+            kept.append(tick)
+    return kept
+
+
+def _det_points(curve: Roc, low: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return deviates of FPR and FNR, without points that fall together on paper."""
+    edge = low / 10  # rates of 0 and 1 lie at infinity: draw them outside the frame
+    points = ndtri(np.clip([curve.fpr, curve.fnr], edge, 1 - edge))
+    keep = np.append(True, np.any(np.diff(np.round(300 * points)), axis=0))
+    return points[0, keep], points[1, keep]
+
+
+def _draw_panel(axes, key: str, series: dict, order: Sequence[str]) -> None:
+    title, factor = PANELS[key]
+    shown = []
+    for name, own in series.items():
+        steps, values = own[key]
+        style = _style(order.index(name))
+        if len(steps) > 20:  # markers would hide the curve
+            style.pop("marker")
+        axes.plot(steps, factor * np.asarray(values), ms=4, mec="white", **style)
+        shown.extend(factor * np.asarray(values))
+    axes.set_title(title)
+    if min(shown) > 0 and max(shown) > 100 * min(shown):
+        axes.set_yscale("log")
+    elif min(shown) >= 0:
+        axes.set_ylim(bottom=0, top=1.08 * max(shown) or 1)

@@ -1,0 +1,253 @@
+"""Front-end, backbone and head as one module; checkpoints in WeSpeaker's layout.
+
+A saved model is a plain state dict with the backbone's keys bare, the front-end's under
+``frontend.`` and the head's under ``projection.``, as WeSpeaker saves and loads it.
+"""
+
+import logging
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from wespeaker_qmargin import adapter
+from wespeaker_qmargin.features import apply_cmvn, fbank, spec_aug
+from wespeaker_qmargin.files import atomic_path
+
+logger = logging.getLogger(__name__)
+
+
+class SpeakerNet(nn.Module):
+    """Waveforms and labels to (scores, loss): everything that trains, in one ``forward``.
+
+    Args:
+        config: a ``config.Config``.
+        num_class: number of classes of the head; None builds no head (extraction).
+    """
+
+    def __init__(self, config, num_class: int | None = None):
+        super().__init__()
+        self.dataset_args = config.dataset_args
+        model_args = dict(config.model_args)
+        self.frontend = None
+        if self.dataset_args.frontend != "fbank":
+            self.frontend = _build_frontend(self.dataset_args)
+            model_args["feat_dim"] = self.frontend.output_size()
+        self.backbone = adapter.build_speaker_model(config.model, model_args)
+        if hasattr(self.backbone, "prepare_for_frontend"):
+            self.backbone.prepare_for_frontend(self.dataset_args.frontend)
+        self.projection = None
+        if num_class is not None:
+            args = {
+                **config.projection_args,
+                "embed_dim": model_args["embed_dim"],
+                "num_class": num_class,
+                "do_lm": config.do_lm,
+            }
+            self.projection = adapter.get_projection(args)
+            self.criterion = getattr(nn, config.loss)(**config.loss_args)
+
+    @property
+    def min_samples(self) -> int:
+        """Samples that one frame needs."""
+        length = self.dataset_args.fbank_args.get("frame_length", 25)
+        return int(self.dataset_args.resample_rate * length / 1000)
+
+    def features(self, wavs: Tensor, seeds: Sequence[int] | None = None):
+        """Return the backbone's input for waveforms (B, T) in [-1, 1].
+
+        ``seeds``, one a sample, drive dither and SpecAugment in training; without them: neither.
+        """
+        args = self.dataset_args
+        if self.frontend is not None:
+            lengths = torch.full((len(wavs),), wavs.shape[1], device=wavs.device)
+            frames, _ = self.frontend(wavs, lengths)
+        else:
+            # upstream's default in training; an embedding is extracted without
+            dither = args.fbank_args.get("dither", 1.0) if seeds is not None else 0.0
+            fbank_args = {**args.fbank_args, "dither": dither, "sample_rate": args.resample_rate}
+            frames = fbank(wavs, seeds=seeds, **fbank_args)
+        if args.cmvn:
+            frames = apply_cmvn(frames, **args.cmvn_args)
+        if args.spec_aug and seeds is not None:
+            frames = spec_aug(frames, seeds, **args.spec_aug_args)
+        return frames
+
+    def embed(self, wavs: Tensor, seeds: Sequence[int] | None = None) -> Tensor:
+        """Return embeddings (B, D) of waveforms (B, T)."""
+        output = self.backbone(self.features(wavs, seeds))
+        # most backbones return (embed_a, embed_b) and mean the last
+        return output[-1] if isinstance(output, tuple) else output
+
+    def forward(self, wavs: Tensor, labels: Tensor, seeds: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return the head's scores (B, C) and the mean loss of a training batch."""
+        output = self.projection(self.embed(wavs, seeds), labels)
+        if isinstance(output, tuple):
+            return output
+        return output, self.criterion(output.float(), labels)
+
+
+def _build_frontend(dataset_args) -> nn.Module:
+    name = dataset_args.frontend
+    arguments = getattr(dataset_args, f"{name}_args") or {}
+    return adapter.get_frontend(name)(**arguments, sample_rate=dataset_args.resample_rate)
+
+
+def to_wespeaker(state: dict) -> dict:
+    """Return a ``SpeakerNet`` state dict under WeSpeaker's key names."""
+    return {key.removeprefix("backbone."): value for key, value in state.items()}
+
+
+def from_wespeaker(state: dict) -> dict:
+    """Return a WeSpeaker state dict under the key names of ``SpeakerNet``."""
+    own = ("frontend.", "projection.")
+    return {key if key.startswith(own) else f"backbone.{key}": v for key, v in state.items()}
+
+
+def save_checkpoint(net: SpeakerNet, path) -> None:
+    """Write the plain state dict of ``net``, on the CPU, under WeSpeaker's names, atomically."""
+    state = {k: v.detach().cpu() for k, v in to_wespeaker(net.state_dict()).items()}
+    with atomic_path(path) as temporary:
+        torch.save(state, temporary)
+
+
+def read_checkpoint(path) -> dict[str, Tensor]:
+    """Read a state dict: plain, or wrapped as ``{"state_dict"}`` / ``{"model"}``, or of DDP.
+
+    Nothing in the file is executed (``weights_only``).
+
+    Raises:
+        FileNotFoundError, ValueError: no such file; no checkpoint; half a file; foreign content.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"{path}: no such checkpoint")
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises half a dozen kinds for damaged or foreign files
+        first = str(error).split("\n")[0]
+        raise ValueError(
+            f"{path}: not a checkpoint of plain tensors, or damaged: {first}"
+        ) from error
+    for wrapper in ("state_dict", "model"):
+        if isinstance(content, dict) and isinstance(content.get(wrapper), dict):
+            content = content[wrapper]
+    if not isinstance(content, dict) or not all(isinstance(v, Tensor) for v in content.values()):
+        raise ValueError(
+            f"{path}: expected a state dict of tensors, found {type(content).__name__}"
+        )
+    return {key.removeprefix("module."): value for key, value in content.items()}
+
+
+def load_checkpoint(net: SpeakerNet, path, *, head: bool = True) -> None:
+    """Load a checkpoint into ``net``; every tensor must be there and fit.
+
+    Args:
+        head: False leaves the head of ``net`` as it is and ignores the checkpoint's.
+
+    Raises:
+        ValueError: missing, unknown or differently shaped tensors: another architecture.
+    """
+    state = from_wespeaker(read_checkpoint(path))
+    wanted = net.state_dict()
+    if not head:
+        state = {k: v for k, v in state.items() if not k.startswith("projection.")}
+        wanted = {k: v for k, v in wanted.items() if not k.startswith("projection.")}
+    missing = sorted(wanted.keys() - state.keys())
+    unknown = sorted(state.keys() - wanted.keys())
+    shapes = [
+        f"{k}: {tuple(state[k].shape)} instead of {tuple(wanted[k].shape)}"
+        for k in wanted.keys() & state.keys()
+        if state[k].shape != wanted[k].shape
+    ]
+    if missing or unknown or shapes:
+        faults = [
+            f"{len(found)} {what} ({', '.join(found[:3])}{', ...' if len(found) > 3 else ''})"
+            for what, found in (("missing", missing), ("unknown", unknown), ("other shape", shapes))
+            if found
+        ]
+        raise ValueError(
+            f"{path}: does not fit this model, of {len(wanted)} tensors: {'; '.join(faults)}. "
+            "Use the config that it was trained with"
+        )
+    net.load_state_dict(state, strict=head)
+
+
+def numbered_checkpoints(exp_dir) -> dict[int, Path]:
+    """Return epoch -> ``models/model_<epoch>.pt`` of an experiment, ascending."""
+    found = {}
+    for path in (Path(exp_dir) / "models").glob("model_*.pt"):
+        match = re.fullmatch(r"model_(\d+)\.pt", path.name)
+        if match:
+            found[int(match[1])] = path
+    return dict(sorted(found.items()))
+
+
+def find_checkpoint(exp_dir, which: str = "avg") -> Path:
+    """Return the file for ``which``: ``avg``, ``best``, an epoch number, or a path."""
+    exp_dir = Path(exp_dir)
+    places = {"avg": exp_dir / "models" / "avg_model.pt", "best": exp_dir / "best_model.pt"}
+    if which in places:
+        path = places[which]
+    elif which.isdigit():
+        path = exp_dir / "models" / f"model_{which}.pt"
+    else:
+        path = Path(which)
+    if not path.is_file():
+        epochs = ", ".join(map(str, numbered_checkpoints(exp_dir))) or "none"
+        raise FileNotFoundError(f"{path}: no such checkpoint; epochs saved in {exp_dir}: {epochs}")
+    return path
+
+
+def average(paths: Sequence) -> dict[str, Tensor]:
+    """Return the mean of checkpoints, tensor by tensor; integer tensors are the last one's.
+
+    Raises:
+        ValueError: no paths, or checkpoints of different models.
+    """
+    if not paths:
+        raise ValueError("no checkpoint to average")
+    total: dict[str, Tensor] = {}
+    for path in paths:
+        state = read_checkpoint(path)
+        if total and {k: v.shape for k, v in state.items()} != {
+            k: v.shape for k, v in total.items()
+        }:
+            raise ValueError(f"{path}: not the same model as {paths[0]}")
+        for key, value in state.items():
+            if value.is_floating_point():
+                total[key] = total.get(key, 0) + value.double()
+            else:
+                total[key] = value
+    last = read_checkpoint(paths[-1])
+    return {
+        key: (value / len(paths)).to(last[key].dtype) if value.is_floating_point() else value
+        for key, value in total.items()
+    }
+
+
+def average_epochs(exp_dir, num: int) -> Path:
+    """Write ``models/avg_model.pt``, the mean of the last ``num`` epochs saved; return its path."""
+    found = list(numbered_checkpoints(exp_dir).values())
+    if len(found) < num:
+        raise ValueError(
+            f"{exp_dir}/models: {num} checkpoints to average, found {len(found)}; ask for fewer "
+            "(num_avg), or train on"
+        )
+    path = Path(exp_dir) / "models" / "avg_model.pt"
+    state = average(found[-num:])
+    with atomic_path(path) as temporary:
+        torch.save(state, temporary)
+    logger.info("%s: mean of %s", path, ", ".join(p.name for p in found[-num:]))
+    return path
+
+
+def add_arguments(parser) -> None:
+    parser.epilog = "example:\n  wespeaker-qmargin average --exp_dir exp/resnet34 --num 10"
+    parser.add_argument("--exp_dir", required=True, help="experiment with models/model_<epoch>.pt")
+    parser.add_argument("--num", type=int, default=10, help="how many of the last epochs [10]")
+
+
+def run(args) -> None:
+    print(average_epochs(args.exp_dir, args.num))

@@ -1,0 +1,92 @@
+"""WeSpeaker's schedules, and parameter groups whose learning-rate ratio survives them."""
+
+import torch
+from torch import nn
+
+from wespeaker_qmargin import adapter
+from wespeaker_qmargin.model import to_wespeaker
+
+
+def parameter_groups(net: nn.Module, lr_ratio: dict[str, float]) -> list[dict]:
+    """Return optimiser groups ``{"params", "lr_ratio", "name"}``.
+
+    Args:
+        lr_ratio: part of the model, as a prefix of its checkpoint's keys (``projection``,
+            ``frontend.encoder``), to the factor on its learning rate; the longest prefix decides;
+            0 freezes the part.
+
+    Raises:
+        ValueError: a part that the model does not have, a factor that is not a number >= 0.
+    """
+    for part, ratio in lr_ratio.items():
+        if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not ratio >= 0:
+            raise ValueError(f"lr_ratio.{part}: expected a number >= 0, got {ratio!r}")
+    groups: dict[str, list] = {}
+    for name, parameter in to_wespeaker(dict(net.named_parameters())).items():
+        parts = [p for p in lr_ratio if name == p or name.startswith(f"{p}.")]
+        part = max(parts, key=len, default="")
+        if part and lr_ratio[part] == 0:
+            parameter.requires_grad_(False)
+        groups.setdefault(part, []).append(parameter)
+    unused = sorted(set(lr_ratio) - set(groups))
+    if unused:
+        tops = sorted({name.split(".")[0] for name in to_wespeaker(dict(net.named_parameters()))})
+        raise ValueError(
+            f"lr_ratio.{unused[0]}: the model has no such part; it has {', '.join(tops)}"
+        )
+    trained = {part: [p for p in params if p.requires_grad] for part, params in groups.items()}
+    return [
+        {"params": params, "lr_ratio": float(lr_ratio.get(part, 1.0)), "name": part or "rest"}
+        for part, params in trained.items()
+        if params
+    ]
+
+
+def build_optimizer(net: nn.Module, config) -> torch.optim.Optimizer:
+    """Return the optimiser that ``config`` names, with its parameter groups."""
+    arguments = dict(config.optimizer_args)
+    if "initial_lr" in config.scheduler_args:
+        arguments["lr"] = config.scheduler_args["initial_lr"]
+    groups = parameter_groups(net, config.lr_ratio)
+    if not groups:
+        raise ValueError("lr_ratio: every parameter is frozen, there is nothing to train")
+    return getattr(torch.optim, config.optimizer)(groups, **arguments)
+
+
+class Schedules:
+    """WeSpeaker's learning-rate and margin schedules, as functions of the iteration.
+
+    Args:
+        net: has the head as ``.projection``.
+        epoch_iter: optimiser steps an epoch.
+        step_batch: utterances an optimiser step over all processes; a learning rate in the YAML is
+            for 64 of them, as upstream.
+    """
+
+    def __init__(self, net, optimizer, config, *, epoch_iter: int, step_batch: int):
+        self._optimizer = optimizer
+        self.scale_ratio = step_batch / 64
+        given = {
+            "num_epochs": config.num_epochs,
+            "epoch_iter": epoch_iter,
+            "scale_ratio": self.scale_ratio,
+        }
+        self._lr = adapter.get_scheduler(config.scheduler)(
+            optimizer, **{**config.scheduler_args, **given}
+        )
+        self._margin = adapter.get_scheduler(config.margin_scheduler)(
+            model=net, **{**config.margin_update, "epoch_iter": epoch_iter}
+        )
+        self.lr = 0.0
+
+    def step(self, iteration: int) -> None:
+        """Set learning rates and margin for optimiser step ``iteration`` (from 0)."""
+        self._lr.step(iteration)
+        self.lr = self._lr.get_lr()  # before the ratios: upstream writes one rate into every group
+        for group in self._optimizer.param_groups:
+            group["lr"] *= group["lr_ratio"]
+        self._margin.step(iteration)
+
+    @property
+    def margin(self) -> float:
+        return float(self._margin.get_margin())
