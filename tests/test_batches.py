@@ -133,7 +133,7 @@ def test_whole_set_never_raises_for_a_file(utterances, tmp_path):
     (tmp_path / "1.wav").unlink()
     soundfile.write(tmp_path / "2.wav", ramp(399, 2), 16000)
     member = TarMember(str(tmp_path / "no.tar"), 0, 10, "x.wav")
-    items = WholeSet([*utterances[:3], Utterance("x", None, member)], 16000)
+    items = WholeSet([*utterances[:3], Utterance("x", None, member)], 16000, min_samples=400)
     assert len(items) == 4
     key, wav, problem = items[0]
     assert (key, problem) == ("u0", None) and np.array_equal(wav, ramp(16000, 0))
@@ -141,7 +141,7 @@ def test_whole_set_never_raises_for_a_file(utterances, tmp_path):
         key, wav, problem = items[index]
         assert wav is None and problem.startswith(f"{key}: {tmp_path}") and reason in problem
     assert WholeSet(utterances[2:3], 16000, min_samples=399)[0][2] is None
-    assert len(WholeSet(utterances[:1], 8000)[0][1]) == 8000
+    assert len(WholeSet(utterances[:1], 8000, min_samples=1)[0][1]) == 8000
 
 
 @pytest.mark.minivox
@@ -163,7 +163,7 @@ def test_real_speech(tmp_path, minivox):
         assert batch.wavs.abs().amax(dim=1).min() > 1e-3 and batch.wavs.abs().max() <= 1
         speaker = {utterance.key: utterance.spk for utterance in utterances}
         assert (batch.labels % 452).tolist() == [labels[speaker[key]] for key in batch.keys]
-    whole = WholeSet(utterances[:5], 16000)
+    whole = WholeSet(utterances[:5], 16000, min_samples=400)
     for number, utterance in enumerate(utterances[:5]):
         expected, _ = soundfile.read(utterance.source, dtype="float32")
         assert np.array_equal(whole[number][1], expected)

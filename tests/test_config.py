@@ -26,6 +26,22 @@ def test_base_is_overlaid_section_by_section(tmp_path, tiny):
     assert config.model_args["stats_dim"] == base.model_args["stats_dim"]
 
 
+def test_changed_name_leaves_the_arguments_of_the_old_one_behind(tmp_path, tiny):
+    child = tmp_path / "child.yaml"
+    child.write_text(
+        "base: tiny.yaml\noptimizer: AdamW\n"
+        "projection_args: {project_type: add_margin, scale: 32}\n"
+        "model: ECAPA_TDNN_c512\nmodel_args: {feat_dim: 80, embed_dim: 16}\n"
+    )
+    config = load_config(child)
+    assert config.optimizer_args == {}
+    assert config.projection_args == {"project_type": "add_margin", "scale": 32}
+    assert config.model_args == {"feat_dim": 80, "embed_dim": 16}
+    grandchild = tmp_path / "grandchild.yaml"
+    grandchild.write_text("base: child.yaml\noptimizer: AdamW\noptimizer_args: {lr: 0.1}\n")
+    assert load_config(grandchild).model_args == config.model_args
+
+
 def test_base_in_a_circle(tmp_path):
     (tmp_path / "a.yaml").write_text("base: b.yaml\n")
     (tmp_path / "b.yaml").write_text("base: a.yaml\n")

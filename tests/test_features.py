@@ -214,8 +214,6 @@ def test_spec_aug_follows_the_samples_seed_and_keeps_gradients():
 
 @pytest.mark.gpu
 def test_cuda_equals_cpu():
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
     wavs = speechlike(4, 32000)
     found = fbank(wavs.cuda())
     assert found.is_cuda

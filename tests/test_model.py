@@ -127,7 +127,10 @@ def test_seeds_drive_dither_and_masks_sample_by_sample(net):
 
 
 def test_tfmel_frontend_of_wespeaker(tiny):
-    words = ["--dataset_args.frontend", "tfmel", "--dataset_args.tfmel_args", "{n_mels: 40}"]
+    # it gives (B, F, T), which only ReDimNet2 takes: upstream's redimnet2.yaml
+    words = ["--dataset_args.frontend", "tfmel", "--dataset_args.tfmel_args", "{n_mels: 72}"]
+    words += ["--dataset_args.cmvn", "false", "--dataset_args.spec_aug", "false"]
+    words += ["--model", "ReDimNet2B0", "--model_args", "{feat_dim: 72, embed_dim: 16}"]
     config = load_config(tiny, words)
     net = SpeakerNet(config, 8)
     scores, loss = net(torch.randn(4, 16000) * 0.1, torch.arange(4), torch.arange(4))

@@ -262,7 +262,9 @@ def build_speaker_model(name: str, args: dict) -> nn.Module:
     narrow ResNet34.
     """
     factory = get_speaker_model(name)
-    classes = {k: v for k, v in vars(sys.modules[factory.__module__]).items() if isinstance(v, type)}
+    classes = {
+        k: v for k, v in vars(sys.modules[factory.__module__]).items() if isinstance(v, type)
+    }
     args = {k: classes.get(v, v) if isinstance(v, str) else v for k, v in args.items()}
     return factory(**args)
 

@@ -82,11 +82,11 @@ class Augmenter:
     The category is how the key or one of its path parts begins (``music/rfm/a.wav``,
     ``noise-fan-3``); others: 0-15 dB.
 
-    Two things differ from upstream. There the SNR is that of powers with 1e-4 added, which
-    leaves quiet speech (below -30 dBFS) under more noise than asked for; here it is the SNR of
-    the powers themselves. There the result always gets a peak of 1; here it is scaled down to
-    that only where it would clip: CMN takes a gain out of fbanks anyway, but a front-end that is
-    fed the wave, and the dither, would tell augmented samples from clean ones by their level.
+    Two things differ from upstream. There 1e-4 is added to both powers, so that faint speech
+    (-45 dBFS) gets 4 dB more noise than asked for; here the SNR is that of the powers. There the
+    result always gets a peak of 1; here it is scaled down to that only where it would clip: CMN
+    takes a gain out of fbanks anyway, but a front-end that is fed the wave, and the dither,
+    would tell augmented samples from clean ones by their level.
 
     Args:
         noise, reverb: `AudioSource` or None.

@@ -52,7 +52,9 @@ def main(words: list[str] | None = None) -> int:
     try:
         module.run(args)
     except (ValueError, OSError) as error:
-        print(f"wespeaker-qmargin {chosen.command}: error: {error}", file=sys.stderr)
+        # of an error in a loader's worker torch makes a whole traceback; its last line is ours
+        message = str(error).strip().splitlines()[-1:] or [type(error).__name__]
+        print(f"wespeaker-qmargin {chosen.command}: error: {message[0]}", file=sys.stderr)
         return 1
     return 0
 

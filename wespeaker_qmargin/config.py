@@ -99,7 +99,18 @@ class Config:
     clip_grad_norm: float | None = None
     lr_ratio: dict = field(default_factory=dict)  # part of the model -> factor on the learning rate
     valid_speakers: int = 0  # held out of the training speakers, for an EER after every epoch
-    save_state_interval: int = 1000  # steps between states to resume from; 0: at epoch ends only
+    save_state_interval: int = (
+        1000  # after so many steps the next log line saves a state; 0: epochs only
+    )
+
+
+_ARGUMENTS_OF = {
+    "model": "model_args",
+    "optimizer": "optimizer_args",
+    "scheduler": "scheduler_args",
+    "loss": "loss_args",
+    "margin_scheduler": "margin_update",
+}
 
 
 class _Loader(yaml.SafeLoader):
@@ -118,7 +129,8 @@ def load_config(path, overrides: Sequence[str] = (), *, check_paths: bool = True
 
     Args:
         path: WeSpeaker's YAML; ``base: other.yaml`` (relative to it) is read first, then overlaid,
-            section by section.
+            section by section; a changed ``model``, ``optimizer``, ``project_type`` ... leaves the
+            base's arguments for it behind.
         overrides: words as on a command line: ``--num_epochs 3 --model_args.embed_dim 64``; the
             values are YAML; dashes and underscores in keys are the same.
         check_paths: False for a config whose training data need not be here any more.
@@ -154,10 +166,21 @@ def _read_with_base(path: Path, seen: tuple[Path, ...]) -> dict:
 
 
 def _overlay(below: dict, above: dict) -> dict:
+    """Return ``below`` with what ``above`` says, section by section.
+
+    The arguments of one thing are not those of another: where ``above`` changes a name (``model``,
+    ``optimizer``, ``project_type``, ...), its section starts anew.
+    """
     merged = dict(below)
+    for name, section in _ARGUMENTS_OF.items():
+        if name in above and above[name] != below.get(name):
+            merged.pop(section, None)
     for key, value in above.items():
-        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _overlay(merged[key], value) if both else value
+        before = merged.get(key)
+        both = isinstance(value, dict) and isinstance(before, dict)
+        if both and "project_type" in value and value["project_type"] != before.get("project_type"):
+            both = False
+        merged[key] = _overlay(before, value) if both else value
     return merged
 
 

@@ -82,7 +82,6 @@ class TrainSet(Dataset):
             ``same``: not so).
         seed: >= 0.
         augmenter: called with each waveform, or None.
-        speeds: False keeps every speed at 1 but the classes as they are: a large-margin stage.
 
     Raises:
         ValueError: an empty list, an utterance whose speaker has no class, an unknown mode.
@@ -96,15 +95,14 @@ class TrainSet(Dataset):
         *,
         seed: int,
         augmenter: Augmenter | None = None,
-        speeds: bool = True,
     ):
         args = dataset_args
         _check(utterances, labels, args)
         self._utterances, self._labels = utterances, labels
         self._seed, self._augmenter, self._rate = seed, augmenter, args.resample_rate
-        self._perturb = args.speed_perturb and speeds
+        self._perturb = args.speed_perturb
         self._expanded = self._perturb and args.speed_perturb_mode == "expanded"
-        self._new_labels = args.speed_perturb and args.speed_perturb_labels == "new"
+        self._new_labels = self._perturb and args.speed_perturb_labels == "new"
         self.num_class = len(labels) * (len(_SPEEDS) if self._new_labels else 1)
         length, shift = _frame_milliseconds(args)
         self.num_samples = self._to_samples((args.num_frms - 1) * shift + length)
@@ -244,18 +242,12 @@ class WholeSet(Dataset):
     Args:
         utterances: with or without speakers.
         sample_rate: of the waveforms, in Hz.
-        min_samples: an utterance with fewer is refused; None: 25 ms, the usual frame.
+        min_samples: an utterance with fewer is refused: what one frame needs.
     """
 
-    def __init__(
-        self,
-        utterances: Sequence[Utterance],
-        sample_rate: int,
-        *,
-        min_samples: int | None = None,
-    ):
+    def __init__(self, utterances: Sequence[Utterance], sample_rate: int, *, min_samples: int):
         self._utterances, self._sample_rate = utterances, sample_rate
-        self._min_samples = sample_rate // 40 if min_samples is None else min_samples
+        self._min_samples = min_samples
 
     def __len__(self) -> int:
         return len(self._utterances)

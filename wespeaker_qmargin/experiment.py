@@ -174,7 +174,7 @@ class Experiment:
         return iter(train_loader(self.train_set, batches, config.dataloader_args))
 
     def save(self, metrics_size: int | None) -> None:
-        """Save the state of all processes; ``metrics_size``: bytes of metrics.jsonl, on the main."""
+        """Save the state of all processes; ``metrics_size``: bytes of metrics.jsonl so far."""
         generators = gather_object([resume.rng_state()])
         if not self.accelerator.is_main_process:
             return

@@ -52,7 +52,7 @@ def alpha_softargmax(scores, *, alpha, log_q=None):
     """
     _check_alpha(alpha)
     theta = _as_theta(scores)
-    log_q = torch.as_tensor(0.0 if log_q is None else log_q).to(theta)
+    log_q = torch.as_tensor(0.0 if log_q is None else log_q, dtype=theta.dtype, device=theta.device)
     if alpha == 1:
         return (theta + log_q).softmax(-1).to(scores.dtype)
     return _AlphaSoftargmax.apply(theta, log_q.expand_as(theta), alpha - 1).to(scores.dtype)
@@ -76,8 +76,8 @@ def q_margin_loss(scores, labels, *, alpha, log_q_target=0.0, reduction="mean"):
         reduction: "mean", "sum" or "none".
 
     Returns:
-        A scalar, or (B,) for "none": float64 for float64 scores, else float32. The gradient has the
-        dtype of ``scores``. A row with NaN or +inf, or whose target is -inf, has NaN loss and
+        A scalar or (B,), float32 (float64 for float64 scores), under autocast too; the gradient in
+        the dtype of ``scores``. A row with NaN or +inf, or whose target is -inf, has NaN loss and
         gradient and harms no other row. The mean over B = 0 is NaN, as in cross_entropy.
 
     Raises:
@@ -117,9 +117,7 @@ def zero_loss_gap(*, alpha, scale, margin):
     if not (0 < scale < math.inf and math.isfinite(margin)):
         raise ValueError(f"scale must be > 0 and margin finite, got {scale} and {margin}")
     k = scale * (alpha - 1)
-    if k == 0 or k * margin > 700:  # exp(710) overflows
-        return math.inf
-    return math.exp(k * margin) / k
+    return math.exp(k * margin) / k if k > 0 and k * margin < 700 else math.inf
 
 
 class _AlphaSoftargmax(torch.autograd.Function):
@@ -149,8 +147,9 @@ class _QMargin(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, theta, labels, log_q, h):
-        lift = log_q.mul(-h).expm1_() if torch.is_tensor(log_q) else math.expm1(-h * log_q)
-        c_y, inv_y = theta.gather(1, labels) - lift / h, 1 / (1 + lift)
+        xp = torch if torch.is_tensor(log_q) else math
+        lift, inv_y = xp.expm1(-h * log_q), xp.exp(h * log_q)  # Q_y - 1, 1 / Q_y
+        c_y = theta.gather(1, labels) - lift / h
         floor = _floor(theta, labels, c_y, inv_y, h)
         flat, counts, slot, c = _candidates(theta, labels, floor)
         top, c, inv = _place_target(c, torch.zeros_like(labels), c_y, inv_y, h)
@@ -164,7 +163,7 @@ class _QMargin(torch.autograd.Function):
         gain = (p * base)[:, 1:].sum(1, keepdim=True) - rivals * (1 + lift - h * rise)
         loss = ((rise + gain) / (1 + h)).clamp_(min=0)
         blank = loss * 0  # gradient off the support: 0, or NaN in a row that is not finite
-        support, active = (p > 0).sum(1), rivals.squeeze(1) > 0
+        support, active = (p + blank > 0).sum(1), (rivals + blank > 0).squeeze(1)
         ctx.shape = theta.shape
         ctx.save_for_backward(labels, flat, counts, p.view(-1).index_select(0, slot), rivals, blank)
         ctx.mark_non_differentiable(support, active)
@@ -176,8 +175,7 @@ class _QMargin(torch.autograd.Function):
         labels, flat, counts, p, rivals, blank = ctx.saved_tensors
         scale = grad_loss + blank.squeeze(1)
         grad = blank.expand(ctx.shape).clone(memory_format=torch.contiguous_format)
-        row_scale = scale.repeat_interleave(counts, output_size=len(flat))
-        grad.view(-1).scatter_(0, flat, p * row_scale)
+        grad.view(-1).scatter_(0, flat, p * scale.repeat_interleave(counts, output_size=len(flat)))
         grad.scatter_(1, labels, -rivals * scale.unsqueeze(1))
         return grad, None, None, None
 
@@ -213,10 +211,9 @@ def _candidates(theta, labels, floor):
     flat (N,): their places in theta.view(-1), row by row; counts (B,): how many a row has;
     c (B, 1 + max count): their scores from column 1 on, then -inf; slot (N,): places in c.view(-1).
     """
-    rows, num_class = theta.shape
+    rows, C = theta.shape
     flat = (theta > floor).scatter_(1, labels, False).view(-1).nonzero().squeeze(1)  # GPU: waits
-    ends = torch.arange(0, theta.numel() + 1, num_class, device=flat.device)
-    edges = torch.searchsorted(flat, ends)
+    edges = torch.searchsorted(flat, torch.arange(0, rows * C + 1, C, device=flat.device))
     counts = edges.diff()
     width = 1 + (int(counts.max()) if rows else 0)  # GPU: waits
     slot = torch.arange(1, 1 + rows * width, width, device=flat.device) - edges[:-1]
@@ -286,8 +283,8 @@ def _check_labels(scores, labels):
         raise ValueError(f"expected scores (B, C) and integer labels (B,), got {found}")
     low, high = (int(x) for x in labels.aminmax()) if len(labels) else (0, 0)  # GPU: waits
     if low < 0 or high >= scores.shape[1]:
-        label = low if low < 0 else high
-        raise ValueError(f"label {label} is outside [0, C) with C = {scores.shape[1]} classes")
+        found = f"label {low if low < 0 else high}"
+        raise ValueError(f"{found} is outside [0, C) with C = {scores.shape[1]} classes")
 
 
 def _as_log_q(log_q, theta, h):

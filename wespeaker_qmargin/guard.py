@@ -35,7 +35,7 @@ class LossGuard:
         raise ValueError(
             f"the loss is {loss.item()} at {where}; utterances {', '.join(named[:8])}"
             f"{', ...' if len(named) > 8 else ''}. Nothing was saved since. Lower the learning "
-            "rate, set clip_grad_norm, or look at this audio; --resume continues from the last state"
+            "rate, set clip_grad_norm, or look at this audio; --resume goes on from the last state"
         )
 
 

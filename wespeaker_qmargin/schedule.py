@@ -21,18 +21,20 @@ def parameter_groups(net: nn.Module, lr_ratio: dict[str, float]) -> list[dict]:
     for part, ratio in lr_ratio.items():
         if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not ratio >= 0:
             raise ValueError(f"lr_ratio.{part}: expected a number >= 0, got {ratio!r}")
+    parameters = to_wespeaker(dict(net.named_parameters()))
     groups: dict[str, list] = {}
-    for name, parameter in to_wespeaker(dict(net.named_parameters())).items():
+    unused = set(lr_ratio)
+    for name, parameter in parameters.items():
         parts = [p for p in lr_ratio if name == p or name.startswith(f"{p}.")]
+        unused -= set(parts)
         part = max(parts, key=len, default="")
         if part and lr_ratio[part] == 0:
             parameter.requires_grad_(False)
         groups.setdefault(part, []).append(parameter)
-    unused = sorted(set(lr_ratio) - set(groups))
     if unused:
-        tops = sorted({name.split(".")[0] for name in to_wespeaker(dict(net.named_parameters()))})
+        tops = sorted({name.split(".")[0] for name in parameters})
         raise ValueError(
-            f"lr_ratio.{unused[0]}: the model has no such part; it has {', '.join(tops)}"
+            f"lr_ratio.{min(unused)}: the model has no such part; it has {', '.join(tops)}"
         )
     trained = {part: [p for p in params if p.requires_grad] for part, params in groups.items()}
     return [

@@ -82,19 +82,20 @@ class _Training:
     def _run_epoch(self) -> None:
         at, config, batches = self.at, self.config, self.at.batches()
         at.model.train()
-        interval = Interval(at.net.projection, self.accelerator)
+        interval, unsaved = Interval(at.net.projection, self.accelerator), 0
         while at.step < at.epoch_iter:
             self._run_step(batches, interval)
-            at.step += 1
+            at.step, unsaved = at.step + 1, unsaved + 1
             if self.log is not None:
                 self.log.progress()
             last = at.step == at.epoch_iter
             if last or at.step % config.log_batch_interval == 0:
                 self._log(interval)
                 interval = Interval(at.net.projection, self.accelerator)
-            every = config.save_state_interval
-            if every and not last and at.step % every == 0:
-                self._save_state()
+                # only where a log line ends: the state needs no half-filled interval
+                if not last and 0 < config.save_state_interval <= unsaved:
+                    self._save_state()
+                    unsaved = 0
 
     def _run_step(self, batches, interval: Interval) -> None:
         at, accum_steps = self.at, self.config.accum_steps
