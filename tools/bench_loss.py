@@ -14,7 +14,6 @@ import argparse
 import csv
 import platform
 import statistics
-import sys
 import time
 from itertools import product
 from pathlib import Path
@@ -23,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from entmax import entmax15_loss, entmax_bisect_loss, sparsemax_loss
 
+from wespeaker_qmargin.files import atomic_path
 from wespeaker_qmargin.functional import q_margin_loss
 from wespeaker_qmargin.provenance import provenance
 
@@ -128,7 +128,8 @@ def header(device) -> str:
         model = next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), model)
     versions = {name: v for name, v in facts["versions"].items() if v}
     return (
-        f"cpu: {model}, {facts['machine']}; threads: {facts['threads']}; device: {facts['device']}\n"
+        f"cpu: {model}, {facts['machine']}\n"
+        f"threads: {facts['threads']}; device: {facts['device']}\n"
         f"versions: {versions}\ncommit: {facts['git_commit']}\ncommand: {facts['command']}"
     )
 
@@ -166,11 +167,11 @@ def main():
         rows.append(row)
         print(format_row(row), flush=True)
     if args.csv:
-        with open(args.csv, "w", newline="") as stream:
+        with atomic_path(args.csv) as path, open(path, "w", newline="") as stream:
             writer = csv.DictWriter(stream, rows[0].keys())
             writer.writeheader()
             writer.writerows(rows)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
