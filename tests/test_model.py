@@ -1,10 +1,15 @@
 """Checkpoints: WeSpeaker's layout, refusals, averaging."""
 
+import os
 import pickle
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+from wespeaker_qmargin import adapter
 from wespeaker_qmargin.config import load_config
 from wespeaker_qmargin.model import (
     SpeakerNet,
@@ -32,6 +37,38 @@ def test_round_trip(net, tiny, tmp_path):
     wavs = torch.randn(2, 16000) * 0.1
     net.eval(), other.eval()
     torch.testing.assert_close(net.embed(wavs), other.embed(wavs), atol=0, rtol=0)
+
+
+def test_wespeakers_own_loader_takes_it(net, tiny, tmp_path, caplog):
+    save_checkpoint(net, tmp_path / "model.pt")
+    xvec = adapter.get_speaker_model("XVEC")(**load_config(tiny).model_args)
+    xvec.add_module(
+        "projection",
+        adapter.get_projection({"project_type": "q_margin", "embed_dim": 16, "num_class": 8}),
+    )
+    adapter.wespeaker_module("utils.checkpoint").load_checkpoint(xvec, str(tmp_path / "model.pt"))
+    assert not [r for r in caplog.records if "tensor" in r.getMessage()], "missing or unexpected"
+    features = torch.randn(2, 50, 80)
+    net.eval(), xvec.eval()
+    torch.testing.assert_close(xvec(features)[-1], net.backbone(features)[-1], atol=0, rtol=0)
+
+
+@pytest.mark.checkout
+def test_wespeakers_own_average_takes_them(net, tmp_path):
+    models = tmp_path / "models"
+    for epoch in (1, 2):
+        with torch.no_grad():
+            net.backbone.seg_1.weight.fill_(epoch)
+        save_checkpoint(net, models / f"model_{epoch}.pt")
+    average_epochs(tmp_path, 2)
+    ours = read_checkpoint(models / "avg_model.pt")
+    script = Path(os.environ["WESPEAKER_ROOT"]) / "wespeaker" / "bin" / "average_model.py"
+    command = [sys.executable, script, "--dst_model", models / "avg_model.pt"]
+    subprocess.run([*command, "--src_path", models, "--num", "2"], check=True)
+    theirs = read_checkpoint(models / "avg_model.pt")
+    for key, value in ours.items():
+        if value.is_floating_point():
+            torch.testing.assert_close(theirs[key], value)
 
 
 @pytest.mark.parametrize("wrap", [{"state_dict": None}, {"model": None}, "module."])

@@ -283,6 +283,30 @@ def test_dense_head_trains_too(tiny):
     assert line["active"] == 1 and line["support"] == 8 and 0 <= line["accuracy"] <= 1
 
 
+def test_bfloat16_autocast_keeps_float32_parameters(tiny, tmp_path):
+    plain = train(load_config(tiny, ["--num_epochs", "1"]))
+    words = ["--num_epochs", "1", "--enable_amp", "true", "--exp_dir", str(tmp_path / "amp")]
+    amp = train(load_config(tiny, words))
+    state = read_checkpoint(amp / "models" / "model_1.pt")
+    assert state["seg_1.weight"].dtype == torch.float32
+    losses = [records(exp)[0]["loss"] for exp in (plain, amp)]
+    assert losses[0] != losses[1] and losses[0] == pytest.approx(losses[1], rel=0.05)
+
+
+def test_clipping_limits_the_step(tiny, tmp_path):
+    free = train(load_config(tiny, ["--num_epochs", "1"]))
+    words = ["--num_epochs", "1", "--clip_grad_norm", "1e-3", "--exp_dir", str(tmp_path / "clip")]
+    clipped = train(load_config(tiny, words))
+    torch.manual_seed(load_config(tiny).seed)
+    start = SpeakerNet(load_config(tiny), 8).backbone.seg_2.weight
+    moved = [
+        (read_checkpoint(exp / "models" / "model_1.pt")["seg_2.weight"] - start).norm()
+        for exp in (free, clipped)
+    ]
+    assert moved[1] < 0.1 * moved[0]
+    assert records(clipped)[0]["grad_norm"] > 1e-2, "the norm before clipping is logged"
+
+
 def test_large_margin_stage_keeps_the_rows_and_does_not_perturb(tiny, tmp_path):
     words = ["--dataset_args.speed_perturb_labels", "new", "--num_epochs", "1"]
     first = train(load_config(tiny, words))

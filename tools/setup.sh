@@ -133,7 +133,9 @@ qmargin_setup() {
     _qm_install --no-deps -c "$constraints" wespeaker-unofficial || return 1
   fi
   rm -f "$constraints"
-  echo "$want" > "$stamp"
+  echo "$want" | tee "$stamp" > "${stamp%-*}-none"
+  # the test extra holds the others
+  if [ "$extras" = test ]; then echo "$want" | tee "${stamp%-*}-demo" > "${stamp%-*}-lmdb"; fi
   _qm_log "done: $(python -c 'import sys; print(sys.prefix)')"
 }
 
