@@ -7,4 +7,4 @@ source tools/setup.sh test
 ruff check .
 ruff format --check .
 for script in tools/*.sh recipes/*/*.sh; do bash -n "$script"; done
-exec python -m pytest "$@"
+exec python -m pytest -n 2 --dist loadfile "$@"
