@@ -297,8 +297,9 @@ def test_clipping_limits_the_step(tiny, tmp_path):
     free = train(load_config(tiny, ["--num_epochs", "1"]))
     words = ["--num_epochs", "1", "--clip_grad_norm", "1e-3", "--exp_dir", str(tmp_path / "clip")]
     clipped = train(load_config(tiny, words))
-    torch.manual_seed(load_config(tiny).seed)
-    start = SpeakerNet(load_config(tiny), 8).backbone.seg_2.weight
+    config = load_config(tiny)
+    torch.manual_seed(config.seed)
+    start = SpeakerNet(config, 8).backbone.seg_2.weight.detach()
     moved = [
         (read_checkpoint(exp / "models" / "model_1.pt")["seg_2.weight"] - start).norm()
         for exp in (free, clipped)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import gather_object
 
 from wespeaker_qmargin import resume
@@ -40,6 +41,8 @@ def make_accelerator(config: Config) -> Accelerator:
     if on_cpu and config.gpus:
         logger.info("training on the CPU: gpus %s are not used", config.gpus)
     precision = config.amp_dtype if config.enable_amp else "no"
+    # a process may train twice: Accelerate would hold on to the first run's precision
+    AcceleratorState._reset_state()
     return Accelerator(cpu=on_cpu, mixed_precision=precision)
 
 
