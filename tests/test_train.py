@@ -285,7 +285,14 @@ def test_dense_head_trains_too(tiny):
 
 def test_bfloat16_autocast_keeps_float32_parameters(tiny, tmp_path):
     # without learning: the first steps of a run multiply every rounding
-    words = "--num_epochs 1 --scheduler_args.initial_lr 1e-7 --scheduler_args.final_lr 1e-8".split()
+    words = [
+        "--num_epochs",
+        "1",
+        "--scheduler_args.initial_lr",
+        "1e-7",
+        "--scheduler_args.final_lr",
+        "1e-8",
+    ]
     plain = train(load_config(tiny, words))
     words += ["--enable_amp", "true", "--exp_dir", str(tmp_path / "amp")]
     amp = train(load_config(tiny, words))
