@@ -9,6 +9,8 @@ PACKAGE = Path(__file__).resolve().parent.parent / "wespeaker_qmargin"
 # every module may import those above it only
 LAYERS = [
     "functional",
+    "screen",
+    "sparse",
     "head",
     "files",
     "adapter",
