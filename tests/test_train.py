@@ -173,11 +173,18 @@ def test_second_run_in_a_used_exp_dir_is_refused(tiny):
 
 
 def test_two_runs_at_once_are_refused(tiny):
-    from wespeaker_qmargin.resume import locked
-
     config = load_config(tiny)
-    with locked(Path(config.exp_dir)), pytest.raises(ValueError, match="another run"):
-        train(config)
+    code = (
+        "import sys, time, pathlib; from wespeaker_qmargin.resume import locked\n"
+        "with locked(pathlib.Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
+    )
+    command = [sys.executable, "-c", code, config.exp_dir]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(ValueError, match="another run"):
+            train(config)
+        other.kill()
+    train(load_config(tiny, ["--num_epochs", "1"]))
 
 
 def test_non_finite_loss_stops_before_anything_is_saved(tiny, monkeypatch):

@@ -39,7 +39,7 @@ _FREE_KEYS = {
 
 @contextmanager
 def locked(exp_dir: Path) -> Iterator[None]:
-    """Hold ``exp_dir`` for one run; the kernel lets go when the process ends, however it ends.
+    """Hold ``exp_dir`` for one process; the kernel lets go when it ends, however it ends.
 
     Raises:
         ValueError: another run holds it.
@@ -48,8 +48,9 @@ def locked(exp_dir: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            # not flock: the loader's workers would inherit it and outlive a killed run by seconds
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
             raise ValueError(
                 f"{exp_dir}: another run is training here; wait for it or use another exp_dir"
             ) from None
