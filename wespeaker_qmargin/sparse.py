@@ -132,9 +132,12 @@ class SparseQMargin(torch.autograd.Function):
         with torch.autocast(embeddings.device.type, enabled=False):
             queries, own = _queries(embeddings, prototypes, plan), _row_numbers(labels)
             target = score_pairs(queries, prototypes, own, labels)
-            select = screen if plan.top_k is None else screen_top_k
-            pairs, floor, doublings = select(queries, prototypes, labels, target, plan)
-            target = target + floor * 0  # a NaN that was seen reaches the loss
+            inputs = queries, prototypes, labels, target, plan
+            if plan.top_k is None:
+                pairs, floor = screen(*inputs)
+                target, doublings = target + floor * 0, 0  # a NaN that was seen reaches the loss
+            else:
+                pairs, doublings = screen_top_k(*inputs)
             loss, statistics, slope = solve_pairs(target, pairs, plan)
         rows, classes = torch.cat([own, pairs.rows]), torch.cat([labels, pairs.classes])
         kept = (slope != 0).nonzero().squeeze(1)
@@ -289,10 +292,8 @@ def _count(name, number, most):
 
 def _check_inputs(embeddings, prototypes, labels):
     for name, x in (("embeddings (B, d)", embeddings), ("prototypes (C, d)", prototypes)):
-        if x.dim() != 2 or not x.is_floating_point() or x.shape[1] == 0:
+        if x.dim() != 2 or not x.is_floating_point() or 0 in (x.shape[1], len(prototypes)):
             raise ValueError(f"expected floating-point {name}, got {x.dtype} {tuple(x.shape)}")
-    if len(prototypes) == 0:
-        raise ValueError("expected prototypes (C, d) of at least one class, got none")
     if embeddings.shape[1] != prototypes.shape[1]:
         found = f"{tuple(embeddings.shape)} and {tuple(prototypes.shape)}"
         raise ValueError(f"embeddings and prototypes must have the same d, got {found}")
