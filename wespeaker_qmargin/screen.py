@@ -52,10 +52,10 @@ class Pairs(NamedTuple):
 
 
 def screen(queries, prototypes, labels, target, plan):
-    """Return (pairs, floor): every rival that may be active, and the bound that says so.
+    """Return (pairs, floor, 0): every rival that may be active, and the bound that says so.
 
-    target (B,): the targets' exact scores.  floor (B,): tau - 1 / (alpha - 1) or less; NaN in a row
-    that has a score that is not finite, and whose pairs are then incomplete.
+    target (B,): the targets' exact scores.  floor (B,): tau - 1 / (alpha - 1) or a little less;
+    NaN in a row that has a score that is not finite, and whose pairs are then incomplete.
     """
     error, parts, size = _product_error(queries, plan), [], 0
     limit = _ROOM * len(target)
@@ -72,28 +72,29 @@ def screen(queries, prototypes, labels, target, plan):
             parts, size = [pairs], len(pairs.rows)
             limit = max(limit, 2 * size)
     pairs, floor = _prune(Pairs.join(parts), floor, target, error, plan)
-    return _refine(pairs, queries, prototypes, error), floor
+    return _refine(pairs, queries, prototypes, error), floor, 0
 
 
 def screen_top_k(queries, prototypes, labels, target, plan):
-    """Return (pairs, doublings): the ``top_k`` best rivals of every row, and more where needed.
+    """Return (pairs, floor, doublings) as `screen` does: the ``top_k`` best rivals of every row.
 
     Certificate: all that was left out scores no higher than the K-th kept one, so that it is
     inactive if that one is. Rows whose K-th rival may be active are screened again with twice K.
     """
-    error = _product_error(queries, plan)
+    error, floor = _product_error(queries, plan), torch.empty_like(target)
     rows, k, found = torch.arange(len(labels), device=labels.device), plan.top_k, []
     while True:
-        part = queries[rows], prototypes, labels[rows]
-        pairs, last = _highest(*part, k, plan)
+        best, classes = _highest(queries[rows], prototypes, labels[rows], k, plan)
+        own, place = best.isfinite().nonzero().unbind(1)
+        pairs = Pairs(own, classes[own, place], best[own, place])
         pairs = _refine(pairs, queries[rows], prototypes, error)
-        floor = _raise(torch.full_like(last, -math.inf), pairs, target[rows], 0.0, plan)
-        failed = last + error > floor  # never in a row of NaN
+        bound = _raise(best[:, 0] - math.inf, pairs, target[rows], 0.0, plan)  # NaN comes first
+        failed = (best[:, -1] + error > bound) & (k < len(prototypes) - 1)
         good = pairs.pick(~failed[pairs.rows])
         found.append(good._replace(rows=rows[good.rows]))
-        rows = rows[failed]
+        floor[rows], rows = bound, rows[failed]
         if len(rows) == 0:
-            return Pairs.join(found), len(found) - 1
+            return Pairs.join(found), floor, len(found) - 1
         k = min(2 * k, len(prototypes))
 
 
@@ -182,17 +183,14 @@ def _reaching(threshold, scores, peaks, start):
 
 
 def _highest(queries, prototypes, labels, k, plan):
-    """Return (pairs, last): the k best rivals of every row; the k-th score, -inf if none is out."""
+    """Return (scores, classes), each (B, k): the best rivals of every row, the best first."""
     best = queries.new_full((len(queries), k), -math.inf)
     classes = torch.zeros_like(best, dtype=torch.long)
     for start, scores in score_chunks(queries, prototypes, labels, plan):
         best, index = torch.cat([best, scores.flatten(0, 1).t()], 1).topk(k)
         old = classes.gather(1, index.clamp(max=k - 1))
         classes = torch.where(index < k, old, index + (start - k))
-    rows, place = (best != -math.inf).nonzero().unbind(1)
-    complete = k >= len(prototypes) - 1
-    last = torch.full_like(best[:, 0], -math.inf) if complete else best[:, -1]
-    return Pairs(rows, classes[rows, place], best[rows, place]), last
+    return best, classes
 
 
 def _prune(pairs, floor, target, error, plan):

@@ -80,8 +80,8 @@ def sparse_q_margin(
         top_k: None, or K: keep the K best rivals of every row. Exact as well: where the K-th may
             be active, the row is screened again with twice K.
         chunk_size: classes at a time; None: `default_chunk`. It does not change the result.
-        sparse_grad: give the prototypes a coalesced COO gradient of the active rows (for SGD,
-            SparseAdam) instead of a dense one.
+        sparse_grad: give the prototypes a COO gradient of the active rows, sorted and each once
+            (for SGD, SparseAdam), instead of a dense one.
         compute_dtype: of the products, such as torch.bfloat16; None: float32 (float64 for
             float64). They decide what is kept, so it does not change the result (at alpha = 1 it
             does).
@@ -132,12 +132,9 @@ class SparseQMargin(torch.autograd.Function):
         with torch.autocast(embeddings.device.type, enabled=False):
             queries, own = _queries(embeddings, prototypes, plan), _row_numbers(labels)
             target = score_pairs(queries, prototypes, own, labels)
-            inputs = queries, prototypes, labels, target, plan
-            if plan.top_k is None:
-                pairs, floor = screen(*inputs)
-                target, doublings = target + floor * 0, 0  # a NaN that was seen reaches the loss
-            else:
-                pairs, doublings = screen_top_k(*inputs)
+            select = screen if plan.top_k is None else screen_top_k
+            pairs, floor, doublings = select(queries, prototypes, labels, target, plan)
+            target = target + floor * 0  # a NaN that was seen reaches the loss
             loss, statistics, slope = solve_pairs(target, pairs, plan)
         rows, classes = torch.cat([own, pairs.rows]), torch.cat([labels, pairs.classes])
         kept = (slope != 0).nonzero().squeeze(1)
@@ -292,8 +289,10 @@ def _count(name, number, most):
 
 def _check_inputs(embeddings, prototypes, labels):
     for name, x in (("embeddings (B, d)", embeddings), ("prototypes (C, d)", prototypes)):
-        if x.dim() != 2 or not x.is_floating_point() or 0 in (x.shape[1], len(prototypes)):
+        if x.dim() != 2 or not x.is_floating_point() or x.shape[1] == 0:
             raise ValueError(f"expected floating-point {name}, got {x.dtype} {tuple(x.shape)}")
+    if len(prototypes) == 0:
+        raise ValueError("expected prototypes (C, d) of at least one class, got none")
     if embeddings.shape[1] != prototypes.shape[1]:
         found = f"{tuple(embeddings.shape)} and {tuple(prototypes.shape)}"
         raise ValueError(f"embeddings and prototypes must have the same d, got {found}")
