@@ -85,6 +85,9 @@ def special(kind, alpha, dtype):
         prototypes[int(labels[2])] = 0
     elif kind == "zero embeddings":
         embeddings[::3] = 0
+    elif kind == "under the eps":
+        prototypes[::4] *= 1e-14
+        embeddings[::3] *= 1e-14
     elif kind in ("just won", "just not won"):
         gap = zero_loss_gap(alpha=alpha, scale=scale_of(alpha), margin=0.2)
         rival = 0.9 - min(gap, 1.5) - (1e-3 if kind == "just won" else -1e-3)
@@ -98,7 +101,7 @@ def special(kind, alpha, dtype):
 
 KINDS = [
     *("random", "trained", "tied", "all equal", "just won", "just not won"),
-    *("zero prototypes", "zero embeddings"),
+    *("zero prototypes", "zero embeddings", "under the eps"),
 ]
 
 
@@ -208,14 +211,16 @@ def test_any_problem(rows, num_class, alpha, scale, margin, chunk, top_k, low, n
 def test_classes_in_order_of_their_scores(alpha, order, monkeypatch):
     # every chunk beats all before it, or none does; the threshold is raised at every chunk
     monkeypatch.setattr(screening, "_ROOM", 1)
-    embeddings, prototypes, labels = problem(12, 2000, 12, seed=4)
+    embeddings, prototypes, labels = problem(12, 2000, 4, seed=4)
     embeddings[:] = embeddings[:1]
     best = (F.normalize(prototypes) @ embeddings[0]).argsort(descending=order == "falling")
     options = {"alpha": alpha, "scale": scale_of(alpha), "margin": 0.2}
     inputs = embeddings, prototypes[best].contiguous(), labels
     expected, _ = with_gradients(dense, *inputs, **options)
-    found, _ = with_gradients(sparse_q_margin, *inputs, **options, chunk_size=32)
+    with Recorder() as recorder:
+        found, _ = with_gradients(sparse_q_margin, *inputs, **options, chunk_size=32)
     assert_same(found, expected, 1e-5)
+    assert recorder.largest <= prototypes.numel()  # pairs that fell out are not collected
 
 
 # ---- what is kept, what is held
@@ -363,8 +368,9 @@ def test_top_k_is_doubled_until_the_last_kept_is_inactive():
         assert_same(found, expected, 1e-10)
     assert sparse_q_margin(*inputs, **options)[1].doublings == 0
     equal = torch.ones(400, 8, dtype=torch.float64)
-    _, statistics = sparse_q_margin(inputs[0], equal, inputs[2], **options, top_k=100)
-    assert statistics.doublings == 2 and (statistics.support == 400).all()
+    for k, doublings in ((100, 2), (398, 1), (399, 0)):
+        _, statistics = sparse_q_margin(inputs[0], equal, inputs[2], **options, top_k=k)
+        assert statistics.doublings == doublings and (statistics.support == 400).all()
 
 
 # ---- statistics, gradients, dtypes
@@ -506,6 +512,35 @@ def test_the_error_allowed_for_is_not_exceeded(dtype):
         part = exact[:, start : start + 64].t()
         worst = (scores.flatten(0, 1)[: len(part)] - part).abs().max()
         assert error / 1000 < worst <= error
+
+
+def test_a_rival_at_the_threshold_is_not_lost_to_rounding():
+    # each row has one rival, whose cosine is so little above the threshold that half of the
+    # rounded ones are below
+    generator = torch.Generator().manual_seed(22)
+    unit, side = torch.linalg.qr(torch.randn(64, 32, 2, generator=generator))[0].unbind(2)
+    options = {"alpha": 2.0, "scale": 5.0, "margin": 0.2}
+    cos = 0.9 - zero_loss_gap(**options) + 1e-4
+    prototypes = torch.cat([0.9 * unit + 0.19**0.5 * side, cos * unit + (1 - cos**2) ** 0.5 * side])
+    for row in range(64):
+        pair = prototypes[row::64]
+        inputs = unit[row : row + 1], pair, torch.tensor([0])
+        expected, _ = with_gradients(dense, *inputs, **options)
+        for dtype in (torch.bfloat16, torch.float16, None):
+            found, (statistics,) = with_gradients(
+                sparse_q_margin, *inputs, **options, compute_dtype=dtype
+            )
+            assert statistics.active.all() and statistics.support == 2
+            assert_same(found, expected, 1e-5)
+
+
+def test_the_bound_allows_for_the_error_of_every_score():
+    (_, _, _, target, plan), pairs, *_ = screened()
+    none = torch.full_like(target, -math.inf)
+    lowest = pairs._replace(scores=pairs.scores - 0.1)
+    bound = screening._raise(none, pairs, target, 0.1, plan)
+    assert_close(bound, screening._raise(none, lowest, target, 0.0, plan), 1e-6)
+    assert (bound < screening._raise(none, pairs, target, 0.0, plan) - 0.05).any()
 
 
 # ---- bad input
