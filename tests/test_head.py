@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from wespeaker_qmargin import QMarginProduct, adapter, q_margin_loss
+from wespeaker_qmargin import QMarginProduct, adapter, choice, q_margin_loss
 from wespeaker_qmargin.head import auto_scale
 
 
@@ -83,6 +83,12 @@ def test_every_argument_changes_the_loss():
         {"scale": float("inf")},
         {"margin": -0.1},
         {"margin": float("nan")},
+        {"impl": "fast"},
+        {"impl": "top_k", "alpha": 1},
+        {"top_k": 0},
+        {"top_k": 2.0},
+        {"sparse_grad": True, "alpha": 1},
+        {"sparse_grad": True, "impl": "dense"},
     ],
 )
 def test_arguments_out_of_range(bad):
@@ -113,10 +119,9 @@ def test_statistics():
     input = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [1.0, 1.0, 1.0]])
     label = torch.tensor([0, 0, 2])
     head(input, label)
-    expected = {"active": 2 / 3, "support": (1 + 1 + 3) / 3, "samples": 3}
-    found = head.statistics()
-    assert {k: found[k] for k in expected} == pytest.approx(expected)
-    assert found["accuracy"] in (pytest.approx(1 / 3), pytest.approx(2 / 3))  # the tie
+    expected = {"active": 2 / 3, "support": (1 + 1 + 3) / 3, "samples": 3, "doublings": 0}
+    expected["accuracy"] = 1 / 3  # a tie is an error
+    assert head.statistics() == pytest.approx(expected)
     head(input[:1], label[:1])
     assert head.statistics()["samples"] == 4
     head.eval()
@@ -168,3 +173,151 @@ def test_zero_embedding_and_prototype_are_finite():
     loss.backward()
     assert torch.isfinite(loss)
     assert torch.isfinite(input.grad).all() and torch.isfinite(head.weight.grad).all()
+
+
+# ---- the forms of the loss
+
+
+FORMS = [{"impl": "streaming"}, {"impl": "top_k", "top_k": 3}, {"impl": "auto"}]
+FORMS += [{"impl": "streaming", "sparse_grad": True}, {"impl": "streaming", "alpha": 1}]
+FORMS += [{"impl": "top_k", "sparse_grad": True}, {"impl": "auto", "sparse_grad": True}]
+
+
+def run(head, method, input, label):
+    """Return (loss, both gradients, the other result) of ``forward`` or ``loss``."""
+    input = input.clone().requires_grad_()
+    result = getattr(head, method)(input, label)
+    loss, other = result if method == "loss" else result[::-1]
+    grads = torch.autograd.grad(loss, [input, head.weight])
+    return loss.detach(), [grad.to_dense() for grad in grads], other
+
+
+@pytest.mark.parametrize("method", ["loss", "forward"])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_all_forms_are_the_dense_one(form, method):
+    input, label = batch(num_class=3000, size=16)
+    dense = QMarginProduct(16, 3000, **{"alpha": form.get("alpha", 1.5), "impl": "dense"})
+    head = QMarginProduct(16, 3000, **form)
+    head.load_state_dict(dense.state_dict())
+    expected, expected_grads, expected_other = run(dense, method, input, label)
+    loss, grads, other = run(head, method, input, label)
+    torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
+    for grad, expected_grad in zip(grads, expected_grads):
+        torch.testing.assert_close(grad, expected_grad, atol=1e-6, rtol=1e-5)
+    if method == "loss":
+        for one, another in zip(other[:3], expected_other[:3]):
+            assert torch.equal(one, another)
+    else:
+        assert not other.requires_grad and not expected_other.requires_grad
+        torch.testing.assert_close(other, expected_other)
+    found, wanted = head.statistics(), dense.statistics()
+    assert {**found, "doublings": 0} == pytest.approx(wanted)
+    assert (found["doublings"] > 0) == (form.get("top_k") == 3)
+
+
+def test_sparse_grad_is_sparse():
+    input, label = batch(num_class=3000)
+    head = QMarginProduct(16, 3000, sparse_grad=True)
+    head.loss(input, label)[0].backward()
+    assert head.weight.grad.is_sparse and 0 < head.weight.grad._nnz() < 3000
+
+
+def test_mixed_precision_products_are_of_the_autocast_dtype(monkeypatch):
+    seen = []
+    import wespeaker_qmargin.head as module
+
+    original = module.sparse_q_margin
+
+    def spy(*args, compute_dtype, **options):
+        seen.append(compute_dtype)
+        return original(*args, compute_dtype=compute_dtype, **options)
+
+    monkeypatch.setattr(module, "sparse_q_margin", spy)
+    input, label = batch(num_class=300)
+    losses = []
+    for mixed_precision in (False, True):
+        torch.manual_seed(0)
+        head = QMarginProduct(16, 300, impl="streaming", mixed_precision=mixed_precision)
+        for enabled in (False, True):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+                losses.append(head.loss(input, label)[0].item())
+    assert seen == [None, None, None, torch.bfloat16]
+    assert losses == pytest.approx([losses[0]] * 4, abs=1e-6)
+
+
+# ---- which form is chosen
+
+
+@pytest.mark.parametrize("num_class", [500, 5994])
+@pytest.mark.parametrize("alpha, scale", [(1.25, 20), (1.5, 10), (2, 5)])
+def test_expected_support(num_class, alpha, scale):
+    torch.manual_seed(0)
+    head = QMarginProduct(64, num_class, alpha=alpha, margin=0.0, impl="dense")
+    with torch.no_grad():
+        head.weight.normal_()
+        head.loss(torch.randn(64, 64), torch.randint(num_class, (64,)))
+    found = choice.expected_support(num_class=num_class, dim=64, alpha=alpha, scale=scale)
+    assert found == pytest.approx(head.statistics()["support"], rel=0.3)
+
+
+def test_the_rule_on_a_cpu():
+    def chosen(num_class, alpha):
+        head = QMarginProduct(192, num_class, alpha=alpha)
+        return head._impl(torch.zeros(2, 192), torch.zeros(2, dtype=torch.long))
+
+    assert [chosen(1211, a) for a in (1, 1.25, 1.5, 2)] == ["dense"] * 4
+    assert [chosen(5994, a) for a in (1, 1.25, 1.5, 2)] == ["streaming", "dense"] + [
+        "streaming"
+    ] * 2
+    assert chosen(17982, 1.25) == "streaming" and chosen(17982, 1.1) == "dense"
+
+
+def test_elsewhere_the_fastest_is_chosen_once(caplog):
+    import time
+
+    caplog.set_level("INFO", logger="wespeaker_qmargin")
+    cost = {"dense": 0.02, "streaming": 0.002, "top_k": 0.01}
+
+    def trial(impl):
+        if impl == "top_k":
+            raise torch.OutOfMemoryError("too large")
+        time.sleep(cost[impl])
+
+    size = {"rows": 4, "num_class": 10, "device": torch.device("cpu")}
+    assert choice.fastest(trial, cost, **size) == "streaming"
+    assert "top_k does not fit" in caplog.text and "impl streaming for 4 samples" in caplog.text
+
+
+def test_a_dense_form_that_does_not_fit_is_not_tried(monkeypatch):
+    monkeypatch.setattr(choice, "_free_memory", lambda device: 1000.0)
+    size = {"rows": 4, "num_class": 10, "device": torch.device("cpu")}
+    tried = []
+    assert choice.fastest(tried.append, ["dense", "streaming"], **size) == "streaming"
+    assert set(tried) == {"streaming"}
+
+
+def test_trials_leave_no_trace(monkeypatch):
+    torch.manual_seed(0)
+    head = QMarginProduct(16, 300)
+    monkeypatch.setattr(choice, "rule", None)
+    input, label = batch(num_class=300)
+    input.requires_grad_()
+    with torch.no_grad():  # as the first forward of an evaluation may be
+        assert head._time_impls(input, label) in ("dense", "streaming", "top_k")
+    assert head.weight.grad is None and input.grad is None
+    assert head.statistics()["samples"] == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("alpha", [1.0, 1.5])
+def test_on_a_gpu(alpha):
+    input, label = batch(num_class=20000, size=64)
+    dense = QMarginProduct(16, 20000, alpha=alpha, impl="dense")
+    expected, expected_grads, _ = run(dense, "loss", input, label)
+    for impl in ("auto", "dense", "streaming"):
+        head = QMarginProduct(16, 20000, alpha=alpha, impl=impl)
+        head.load_state_dict(dense.state_dict())
+        loss, grads, _ = run(head.cuda(), "loss", input.cuda(), label.cuda())
+        torch.testing.assert_close(loss.cpu(), expected, atol=1e-5, rtol=1e-5)
+        for grad, expected_grad in zip(grads, expected_grads):
+            torch.testing.assert_close(grad.cpu(), expected_grad, atol=1e-5, rtol=1e-4)

@@ -11,6 +11,7 @@ LAYERS = [
     "functional",
     "screen",
     "sparse",
+    "choice",
     "head",
     "files",
     "adapter",

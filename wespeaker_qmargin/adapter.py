@@ -31,7 +31,8 @@ _UPSTREAM_HEADS = {
 HEADS = (*_UPSTREAM_HEADS, "q_margin")
 # Keys of projection_args that q_margin reads, and those of other heads that a user may leave in his
 # YAML because they ask for nothing (value, or None for any value).
-Q_MARGIN_ARGS = {"project_type", "embed_dim", "num_class", "alpha", "scale"}
+_Q_MARGIN_OPTIONS = ("alpha", "scale", "impl", "top_k", "mixed_precision")
+Q_MARGIN_ARGS = {"project_type", "embed_dim", "num_class", *_Q_MARGIN_OPTIONS}
 _HARMLESS_ARGS = {"easy_margin": False, "margin": None, "do_lm": None}
 
 _MODEL_MODULES = {
@@ -160,7 +161,8 @@ def check_projection_args(args: dict) -> None:
                 f"projection_args.{key}: {value!r} has no meaning for q_margin: remove it"
             )
         raise ValueError(
-            f"projection_args.{key}: not an option of q_margin (it has alpha and scale)."
+            f"projection_args.{key}: not an option of q_margin (it has "
+            f"{', '.join(_Q_MARGIN_OPTIONS)})."
             f"{nearest(key, Q_MARGIN_ARGS)}"
         )
 
@@ -178,13 +180,8 @@ def _checked_projection(upstream, args: dict) -> nn.Module:
     check_projection_args(args)
     kind = args["project_type"]
     if kind == "q_margin":
-        return QMarginProduct(
-            args["embed_dim"],
-            args["num_class"],
-            alpha=args.get("alpha", 1.5),
-            scale=args.get("scale", "auto"),
-            margin=0.0,
-        )
+        options = {key: args[key] for key in _Q_MARGIN_OPTIONS if key in args}
+        return QMarginProduct(args["embed_dim"], args["num_class"], **options, margin=0.0)
     head = upstream(args)
     if type(head).__name__ != _UPSTREAM_HEADS[kind]:
         raise ValueError(

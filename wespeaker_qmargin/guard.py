@@ -18,19 +18,22 @@ class LossGuard:
     def __init__(self):
         self._last = None
 
-    def watch(self, loss: Tensor, scores: Tensor, keys: list[str], where: str) -> None:
-        """Remember a batch: mean loss, scores (B, C), keys; ``where`` is said in the error."""
-        self._last = (loss.detach(), scores.detach(), keys, where)
+    def watch(self, loss: Tensor, support: Tensor, keys: list[str], where: str) -> None:
+        """Remember a batch: mean loss, support (B,), keys; ``where`` is said in the error.
+
+        ``support`` counts the classes with p > 0: none, where the loss is not finite.
+        """
+        self._last = (loss.detach(), support, keys, where)
 
     def check(self) -> None:
         """Raise ValueError if the loss that was watched last is not finite."""
         if self._last is None:
             return
-        loss, scores, keys, where = self._last
+        loss, support, keys, where = self._last
         self._last = None
         if torch.isfinite(loss):
             return
-        rows = (~torch.isfinite(scores).all(dim=1)).nonzero().flatten().tolist()
+        rows = (support == 0).nonzero().flatten().tolist()
         named = [keys[row] for row in rows] or list(keys)
         raise ValueError(
             f"the loss is {loss.item()} at {where}; utterances {', '.join(named[:8])}"

@@ -15,12 +15,14 @@ from torch import Tensor, nn
 from wespeaker_qmargin import adapter
 from wespeaker_qmargin.features import apply_cmvn, fbank, spec_aug
 from wespeaker_qmargin.files import atomic_path
+from wespeaker_qmargin.head import QMarginProduct
+from wespeaker_qmargin.sparse import Statistics
 
 logger = logging.getLogger(__name__)
 
 
 class SpeakerNet(nn.Module):
-    """Waveforms and labels to (scores, loss): everything that trains, in one ``forward``.
+    """Waveforms and labels to (loss, statistics): everything that trains, in one ``forward``.
 
     Args:
         config: a ``config.Config``.
@@ -81,12 +83,24 @@ class SpeakerNet(nn.Module):
         # most backbones return (embed_a, embed_b) and mean the last
         return output[-1] if isinstance(output, tuple) else output
 
-    def forward(self, wavs: Tensor, labels: Tensor, seeds: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return the head's scores (B, C) and the mean loss of a training batch."""
-        output = self.projection(self.embed(wavs, seeds), labels)
-        if isinstance(output, tuple):
-            return output
-        return output, self.criterion(output.float(), labels)
+    def forward(
+        self, wavs: Tensor, labels: Tensor, seeds: Sequence[int]
+    ) -> tuple[Tensor, Statistics]:
+        """Return the mean loss of a training batch, and what became of each of its samples."""
+        embeddings = self.embed(wavs, seeds)
+        if isinstance(self.projection, QMarginProduct):
+            return self.projection.loss(embeddings, labels)
+        output = self.projection(embeddings, labels)
+        scores, loss = output if isinstance(output, tuple) else (output, None)
+        if loss is None:
+            loss = self.criterion(scores.float(), labels)
+        return loss, _dense_statistics(scores.detach(), labels)
+
+
+def _dense_statistics(scores: Tensor, labels: Tensor) -> Statistics:
+    """Return the statistics of a head whose every class is active; its scores have the margin."""
+    good = scores.isfinite().all(dim=1)
+    return Statistics(good * scores.shape[1], good, scores.argmax(dim=1) == labels, 0)
 
 
 def _build_frontend(dataset_args) -> nn.Module:

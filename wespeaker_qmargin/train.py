@@ -82,7 +82,7 @@ class _Training:
     def _run_epoch(self) -> None:
         at, config, batches = self.at, self.config, self.at.batches()
         at.model.train()
-        interval, unsaved = Interval(at.net.projection, self.accelerator), 0
+        interval, unsaved = Interval(self.accelerator), 0
         while at.step < at.epoch_iter:
             self._run_step(batches, interval)
             at.step, unsaved = at.step + 1, unsaved + 1
@@ -91,7 +91,7 @@ class _Training:
             last = at.step == at.epoch_iter
             if last or at.step % config.log_batch_interval == 0:
                 self._log(interval)
-                interval = Interval(at.net.projection, self.accelerator)
+                interval = Interval(self.accelerator)
                 # only where a log line ends: the state needs no half-filled interval
                 if not last and 0 < config.save_state_interval <= unsaved:
                     self._save_state()
@@ -117,11 +117,11 @@ class _Training:
             for tensor in (batch.wavs, batch.labels)
         )
         # the seeds stay on the CPU, where reading them waits for nothing
-        scores, loss = self.at.model(wavs, labels, batch.seeds.tolist())
+        loss, statistics = self.at.model(wavs, labels, batch.seeds.tolist())
         self.accelerator.backward(loss / self.config.accum_steps)
         self.losses.check()
-        self.losses.watch(loss, scores, batch.keys, self._where())
-        interval.add_batch(loss, scores, labels)
+        self.losses.watch(loss, statistics.support, batch.keys, self._where())
+        interval.add_batch(loss, statistics)
 
     def _where(self) -> str:
         at = self.at

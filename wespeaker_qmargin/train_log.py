@@ -103,30 +103,23 @@ def _json_number(value):
 
 
 class Interval:
-    """Means over the steps since the last log line, without a device sync at any of them.
+    """Means over the steps since the last log line, without a device sync at any of them."""
 
-    Args:
-        head: its ``statistics()`` are used if it has them (Q-Margin); for another head accuracy is
-            read from the scores, margin included, and every sample and class counts as active.
-    """
-
-    def __init__(self, head, accelerator):
-        self._head, self._accelerator = head, accelerator
-        self._has_statistics = hasattr(head, "statistics")
-        if self._has_statistics:
-            head.reset_statistics()
+    def __init__(self, accelerator):
+        self._accelerator = accelerator
         zero = torch.zeros((), device=accelerator.device)
-        self._loss, self._correct, self._grad_norm = zero, zero, zero
-        self._num_class, self._samples, self._steps = 0, 0, 0
+        self._loss, self._grad_norm = zero, zero
+        self._counts = torch.zeros(3, dtype=torch.long, device=accelerator.device)
+        self._samples, self._steps, self._doublings = 0, 0, 0
         self._start = time.monotonic()
 
-    def add_batch(self, loss, scores, labels) -> None:
-        """Count a batch: mean loss, scores (B, C), labels (B,)."""
-        self._loss = self._loss + loss.detach() * len(labels)
-        self._samples += len(labels)
-        self._num_class = scores.shape[1]
-        if not self._has_statistics:
-            self._correct = self._correct + (scores.argmax(dim=1) == labels).sum()
+    def add_batch(self, loss, statistics) -> None:
+        """Count a batch: its mean loss, and the ``Statistics`` of its samples."""
+        support, active, correct, doublings = statistics
+        self._loss = self._loss + loss.detach() * len(support)
+        self._counts += torch.stack([correct.sum(), active.sum(), support.sum()])
+        self._samples += len(support)
+        self._doublings += doublings
 
     def add_step(self, grad_norm) -> None:
         """Count an optimiser step: gradient norm before clipping."""
@@ -134,25 +127,23 @@ class Interval:
         self._steps += 1
 
     def values(self) -> dict[str, float]:
-        """Return the means over all processes; ``utts_per_s`` is their sum."""
-        if self._has_statistics:
-            own = self._head.statistics()
-        else:
-            accuracy = self._correct.item() / self._samples
-            own = {"accuracy": accuracy, "active": 1.0, "support": float(self._num_class)}
+        """Return the means over all processes; ``utts_per_s`` and ``doublings`` are sums."""
         seconds = time.monotonic() - self._start
+        accuracy, active, support = (self._counts / self._samples).tolist()
         means = {
             "loss": self._loss.item() / self._samples,
-            "accuracy": own["accuracy"],
-            "active": own["active"],
-            "support": own["support"],
+            "accuracy": accuracy,
+            "active": active,
+            "support": support,
             "grad_norm": self._grad_norm.item() / self._steps,
             "utts_per_s": self._samples / seconds,
+            "doublings": self._doublings,
         }
         packed = torch.tensor(
             list(means.values()), dtype=torch.float64, device=self._accelerator.device
         )
         reduced = self._accelerator.reduce(packed, reduction="mean").tolist()
         means = dict(zip(means, reduced))
-        means["utts_per_s"] *= self._accelerator.num_processes
+        for summed in ("utts_per_s", "doublings"):
+            means[summed] *= self._accelerator.num_processes
         return means
