@@ -1,6 +1,6 @@
 # Makes a Python environment with everything the project needs, and makes it the current one.
 #
-#   source tools/setup.sh [EXTRAS]        EXTRAS: test, demo, lmdb (comma separated)
+#   source tools/setup.sh [EXTRAS]        EXTRAS: test, demo, lmdb, ssl, voxceleb (comma separated)
 #
 # An active virtual or conda environment is used as it is: what is installed there stays, only what
 # is missing is added. Otherwise .venv is made; it sees the system's packages if the system's Python
@@ -135,7 +135,7 @@ qmargin_setup() {
   rm -f "$constraints"
   echo "$want" | tee "$stamp" > "${stamp%-*}-none"
   # the test extra holds the others
-  if [ "$extras" = test ]; then echo "$want" | tee "${stamp%-*}-demo" > "${stamp%-*}-lmdb"; fi
+  if [ "$extras" = test ]; then echo "$want" | tee "${stamp%-*}-"{demo,lmdb,ssl} > "${stamp%-*}-voxceleb"; fi
   _qm_log "done: $(python -c 'import sys; print(sys.prefix)')"
 }
 
