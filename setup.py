@@ -34,7 +34,8 @@ setup(
     ],
     extras_require={
         "lmdb": ["lmdb"],  # only for MUSAN / RIR sources that upstream's make_lmdb.py wrote
-        "ssl": ["transformers>=4.46", "peft"],  # WavLM and w2v-BERT encoders
+        "ssl": ["transformers>=5.24", "peft"],  # WavLM and w2v-BERT encoders
+        "s3prl": ["espnet-s3prl", "torchaudio", "omegaconf", "requests"],
         "voxceleb": ["imageio-ffmpeg"],  # an ffmpeg for VoxCeleb2's m4a, where there is none
         "demo": ["espeakng-loader"],  # synthetic voices (GPL-3) for a machine without any corpus
         "test": [
@@ -43,7 +44,7 @@ setup(
             "hypothesis",
             "ruff",
             "entmax",
-            "transformers>=4.46",
+            "transformers>=5.24",
             "peft",
             "imageio-ffmpeg",
             "kaldi-native-fbank",

@@ -7,7 +7,7 @@ import textwrap
 import pytest
 import torch
 
-from wespeaker_qmargin import QMarginProduct, adapter
+from wespeaker_qmargin import QMarginProduct, adapter, upstream
 
 
 @pytest.fixture
@@ -152,7 +152,10 @@ def fake_checkout(tmp_path):
         "wespeaker/late.py": "def load_model(name): return name",
         "wespeaker/models/__init__.py": "",
         "wespeaker/models/projections.py": "def get_projection(conf): return 'linear'",
-        "wespeaker/frontend/__init__.py": "import sys; sys.frontend_ran = True\nclasses = {}",
+        "wespeaker/models/speaker_model.py": "def get_speaker_model(name): return 'theirs'",
+        "wespeaker/frontend/__init__.py": (
+            "import sys; sys.frontend_ran = True\nclasses = {}\nfrontend_class_dict = {}"
+        ),
         "wespeaker/frontend/tfmel.py": "name = 'tfmel'",
     }
     for name, text in files.items():
@@ -177,6 +180,15 @@ def test_package_init_runs_when_it_is_used_and_once(fake_checkout):
         from wespeaker.late import load_model
         from wespeaker.frontend import *
         assert classes == {} and sys.frontend_ran and sys.heavy == 1
+        from wespeaker.frontend import frontend_class_dict
+        assert list(frontend_class_dict) == ["wavlm"], "added when the package was loaded"
+        from wespeaker.models.speaker_model import get_speaker_model
+        assert get_speaker_model("MHFA").__name__ == "MHFA"
+        assert get_speaker_model("ResNet34") == "theirs"
+        adapter.unregister()
+        assert frontend_class_dict == {}
+        from wespeaker.models.speaker_model import get_speaker_model
+        assert get_speaker_model("MHFA") == "theirs"
         import inspect; inspect.getmodule(adapter)
         """,
         WESPEAKER_ROOT=str(fake_checkout),
@@ -230,7 +242,7 @@ def test_wespeaker_root_that_is_none(tmp_path):
 
 
 def test_source_is_told(fake_checkout):
-    source = adapter.wespeaker_source()
+    source = upstream.wespeaker_source()
     assert source["path"].endswith("wespeaker")
     assert (source["version"] is None) != (source["commit"] is None) or source["commit"] is None
 

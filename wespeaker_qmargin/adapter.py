@@ -1,21 +1,17 @@
-"""The border with WeSpeaker: its classes without its heavy imports, our head in its registry.
-
-This is the only module that imports wespeaker, and it does so when something is asked for.
-"""
+"""The border with WeSpeaker: its classes for us, our head, model and front-end in its registry."""
 
 import difflib
-import importlib
-import importlib.util
-import os
-import subprocess
+import functools
 import sys
-import types
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 from torch import nn
 
 from wespeaker_qmargin.head import QMarginProduct
+from wespeaker_qmargin.mhfa import MHFA
+from wespeaker_qmargin.parallel import ClassParallelQMargin
+from wespeaker_qmargin.upstream import after_loading, wespeaker_module
+from wespeaker_qmargin.w2vbert import W2VBertFrontend
+from wespeaker_qmargin.wavlm import WavLMFrontend
 
 # project_type -> class that upstream builds for it (projections.py:24-69); "softmax" has no branch
 # of its own there: it is served by the fall-through that also takes every misspelt name.
@@ -31,10 +27,11 @@ _UPSTREAM_HEADS = {
 HEADS = (*_UPSTREAM_HEADS, "q_margin")
 # Keys of projection_args that q_margin reads, and those of other heads that a user may leave in his
 # YAML because they ask for nothing (value, or None for any value).
-_Q_MARGIN_OPTIONS = ("alpha", "scale", "impl", "top_k", "mixed_precision")
-Q_MARGIN_ARGS = {"project_type", "embed_dim", "num_class", *_Q_MARGIN_OPTIONS}
+Q_MARGIN_OPTIONS = ("alpha", "scale", "impl", "top_k", "mixed_precision")
+Q_MARGIN_ARGS = {"project_type", "embed_dim", "num_class", "class_parallel", *Q_MARGIN_OPTIONS}
 _HARMLESS_ARGS = {"easy_margin": False, "margin": None, "do_lm": None}
 
+_OWN_MODELS = {"MHFA": MHFA}
 _MODEL_MODULES = {
     "XVEC": "tdnn",
     "ECAPA_TDNN": "ecapa_tdnn",
@@ -53,89 +50,13 @@ _MODEL_MODULES = {
 }
 
 
+# ours: they give the hidden states of all layers
+SSL_FRONTENDS = {"wavlm": WavLMFrontend, "w2vbert": W2VBertFrontend}
 _FRONTENDS = {
     "s3prl": ("s3prl", "S3prlFrontend"),
     "tfmel": ("tfmel", "TFMelFrontend"),
-    "w2vbert": ("w2vbert", "W2VBertFrontend"),
     "whisper_encoder": ("whisper_encoder", "whisper_encoder"),
 }
-
-
-class _DeferredPackage(types.ModuleType):
-    """A package whose ``__init__`` runs when one of its own names is first asked for.
-
-    Its sub-modules import at once: they need ``__path__`` only.
-    """
-
-    def __getattr__(self, name: str):
-        # import machinery and inspection ask every module for dunder names; only a star import's
-        # __all__ means that somebody wants the package's content
-        if name.startswith("__") and name != "__all__":
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        self.__class__ = types.ModuleType
-        try:
-            self.__spec__.loader.exec_module(self)
-        except BaseException:
-            self.__class__ = _DeferredPackage
-            raise
-        return getattr(self, name)
-
-
-def _defer(name: str) -> None:
-    if name in sys.modules:
-        return
-    spec = importlib.util.find_spec(name)
-    if spec is None or spec.origin is None:
-        raise ModuleNotFoundError(
-            f"no module {name}: run tools/setup.sh, or set WESPEAKER_ROOT to a WeSpeaker checkout"
-        )
-    module = _DeferredPackage(name)
-    module.__spec__, module.__loader__, module.__file__ = spec, spec.loader, spec.origin
-    module.__path__, module.__package__ = spec.submodule_search_locations, name
-    sys.modules[name] = module
-    parent, _, child = name.rpartition(".")
-    if parent:
-        setattr(sys.modules[parent], child, module)
-
-
-def wespeaker_module(name: str) -> types.ModuleType:
-    """Import ``wespeaker.<name>`` without running the ``__init__`` of wespeaker and its frontend.
-
-    Those pull s3prl, whisper and umap (11-14 s) and fail where torchaudio cannot load. They still
-    run, in full, as soon as a name of theirs is used (``wespeaker.load_model``). A checkout named
-    by ``WESPEAKER_ROOT`` wins over an installed package.
-    """
-    root = os.environ.get("WESPEAKER_ROOT")
-    if root and "wespeaker" not in sys.modules:
-        if not (Path(root) / "wespeaker" / "models").is_dir():
-            raise FileNotFoundError(
-                f"WESPEAKER_ROOT={root}: not a WeSpeaker checkout, it has no wespeaker/models"
-            )
-        if root not in sys.path:
-            sys.path.insert(0, root)
-    _defer("wespeaker")
-    _defer("wespeaker.frontend")
-    return importlib.import_module(f"wespeaker.{name}")
-
-
-def wespeaker_source() -> dict[str, str | None]:
-    """Return where the WeSpeaker in use comes from: ``path``, ``version``, ``commit``."""
-    package = Path(wespeaker_module("models").__path__[0]).parent
-    commit = subprocess.run(
-        ["git", "-C", str(package.parent), "log", "-1", "--format=%H", "--", package.name],
-        capture_output=True,
-        text=True,
-    ).stdout.strip()
-    try:
-        installed = version("wespeaker-unofficial")
-    except PackageNotFoundError:
-        installed = None
-    is_installed = "site-packages" in package.parts
-    return {
-        "path": str(package),
-        "version": installed if is_installed else None,
-        "commit": None if is_installed else commit or None,
-    }
 
 
 def nearest(word: str, known) -> str:
@@ -162,7 +83,7 @@ def check_projection_args(args: dict) -> None:
             )
         raise ValueError(
             f"projection_args.{key}: not an option of q_margin (it has "
-            f"{', '.join(_Q_MARGIN_OPTIONS)})."
+            f"{', '.join(Q_MARGIN_OPTIONS)}, class_parallel)."
             f"{nearest(key, Q_MARGIN_ARGS)}"
         )
 
@@ -180,8 +101,9 @@ def _checked_projection(upstream, args: dict) -> nn.Module:
     check_projection_args(args)
     kind = args["project_type"]
     if kind == "q_margin":
-        options = {key: args[key] for key in _Q_MARGIN_OPTIONS if key in args}
-        return QMarginProduct(args["embed_dim"], args["num_class"], **options, margin=0.0)
+        options = {key: args[key] for key in Q_MARGIN_OPTIONS if key in args}
+        kind = ClassParallelQMargin if args.get("class_parallel") else QMarginProduct
+        return kind(args["embed_dim"], args["num_class"], **options, margin=0.0)
     head = upstream(args)
     if type(head).__name__ != _UPSTREAM_HEADS[kind]:
         raise ValueError(
@@ -197,28 +119,63 @@ def _upstream_get_projection():
 
 
 def register() -> None:
-    """Put ``project_type: q_margin`` into WeSpeaker's ``get_projection``.
+    """Put ``project_type: q_margin``, ``model: MHFA`` and ``frontend: wavlm`` into WeSpeaker.
 
-    Every loaded module that imported the function by name gets the new one too. From then on an
-    unknown ``project_type`` raises instead of becoming a plain softmax. Calling it twice changes
-    nothing; ``unregister`` undoes it.
+    Every loaded module that imported ``get_projection`` or ``get_speaker_model`` by name gets the
+    new one too. From then on an unknown ``project_type`` raises instead of becoming a plain
+    softmax. Calling it twice changes nothing; ``unregister`` undoes it.
     """
-    current = wespeaker_module("models.projections").get_projection
-    if hasattr(current, "_qmargin_upstream"):
-        return
-
-    def get_projection(conf):
-        return _checked_projection(current, conf)
-
-    get_projection._qmargin_upstream = current
-    _rebind(current, get_projection)
+    global _registered
+    _registered = True
+    _wrap("models.projections", "get_projection", _checked_projection)
+    _wrap("models.speaker_model", "get_speaker_model", _own_or_upstream)
+    _add_frontends(sys.modules["wespeaker.frontend"])
 
 
 def unregister() -> None:
-    """Give WeSpeaker its own ``get_projection`` back, everywhere."""
-    current = wespeaker_module("models.projections").get_projection
+    """Give WeSpeaker its own functions and front-ends back, everywhere."""
+    global _registered
+    _registered = False
+    for module, name in (
+        ("models.projections", "get_projection"),
+        ("models.speaker_model", "get_speaker_model"),
+    ):
+        current = getattr(wespeaker_module(module), name)
+        if hasattr(current, "_qmargin_upstream"):
+            _rebind(current, current._qmargin_upstream)
+    known = vars(sys.modules["wespeaker.frontend"]).get("frontend_class_dict", {})
+    known.pop("wavlm", None)
+
+
+_registered = False
+
+
+def _wrap(module: str, name: str, function) -> None:
+    """Let ``function(upstream, argument)`` stand for upstream's ``name``, everywhere."""
+    current = getattr(wespeaker_module(module), name)
     if hasattr(current, "_qmargin_upstream"):
-        _rebind(current, current._qmargin_upstream)
+        return
+
+    @functools.wraps(current)
+    def wrapper(argument):
+        return function(current, argument)
+
+    wrapper._qmargin_upstream = current
+    _rebind(current, wrapper)
+
+
+def _own_or_upstream(upstream, name: str):
+    return _OWN_MODELS[name] if name in _OWN_MODELS else upstream(name)
+
+
+def _add_frontends(package) -> None:
+    """Add WavLM to what upstream's trainer knows, where that package is really loaded."""
+    known = vars(package).get("frontend_class_dict")
+    if _registered and known is not None:
+        known.setdefault("wavlm", WavLMFrontend)
+
+
+after_loading.append(_add_frontends)
 
 
 def _rebind(old, new) -> None:
@@ -229,17 +186,20 @@ def _rebind(old, new) -> None:
 
 
 def get_speaker_model(name: str) -> type[nn.Module]:
-    """Return WeSpeaker's backbone class ``name`` (ResNet34, ECAPA_TDNN_c512, XVEC, ...).
+    """Return WeSpeaker's backbone class ``name`` (ResNet34, ECAPA_TDNN_c512, XVEC, ...), or MHFA.
 
     Raises:
         ValueError: no backbone of that name; the nearest ones are named.
     """
+    if name in _OWN_MODELS:
+        return _OWN_MODELS[name]
     prefixes = sorted(_MODEL_MODULES, key=len, reverse=True)
     prefix = next((p for p in prefixes if str(name).startswith(p)), None)
     if prefix is None:
         raise ValueError(
             f"model: unknown backbone {name!r}; names start with one of "
-            f"{', '.join(_MODEL_MODULES)}.{nearest(name, _MODEL_MODULES)}"
+            f"{', '.join((*_MODEL_MODULES, *_OWN_MODELS))}."
+            f"{nearest(name, (*_MODEL_MODULES, *_OWN_MODELS))}"
         )
     module = wespeaker_module(f"models.{_MODEL_MODULES[prefix]}")
     if not hasattr(module, name):
@@ -267,7 +227,12 @@ def build_speaker_model(name: str, args: dict) -> nn.Module:
 
 
 def get_frontend(name: str) -> type[nn.Module]:
-    """Return WeSpeaker's front-end class for ``dataset_args.frontend`` (not ``fbank``)."""
+    """Return the front-end class for ``dataset_args.frontend`` (not ``fbank``).
+
+    WavLM and w2v-BERT are ours, the others WeSpeaker's.
+    """
+    if name in SSL_FRONTENDS:
+        return SSL_FRONTENDS[name]
     module, class_name = _FRONTENDS[name]
     return getattr(wespeaker_module(f"frontend.{module}"), class_name)
 

@@ -51,7 +51,7 @@ def main(words: list[str] | None = None) -> int:
     logging.getLogger("wespeaker_qmargin").setLevel(logging.INFO)
     try:
         module.run(args)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         # of an error in a loader's worker torch makes a whole traceback; its last line is ours
         message = str(error).strip().splitlines()[-1:] or [type(error).__name__]
         print(f"wespeaker-qmargin {chosen.command}: error: {message[0]}", file=sys.stderr)

@@ -4,6 +4,7 @@ Every error names the key, what was expected, and the nearest known key; nothing
 data before all of it has passed.
 """
 
+import copy
 import dataclasses
 import re
 import types
@@ -50,6 +51,7 @@ class DatasetArgs:
     fbank_args: dict = field(default_factory=dict)
     s3prl_args: dict | None = None
     tfmel_args: dict | None = None
+    wavlm_args: dict | None = None
     w2vbert_args: dict | None = None
     whisper_encoder_args: dict | None = None
     cmvn: bool = True
@@ -139,12 +141,24 @@ def load_config(path, overrides: Sequence[str] = (), *, check_paths: bool = True
         FileNotFoundError: the YAML, its base, or a file that it names does not exist.
         ValueError: an unknown key, a wrong type, a value out of range.
     """
-    content = _read_with_base(Path(path), ())
+    return make_config(read_config(path), overrides, check_paths=check_paths)
+
+
+def make_config(
+    content: dict, overrides: Sequence[str] = (), *, check_paths: bool = True
+) -> Config:
+    """Return the `Config` of a YAML's ``content``; the rest is as of `load_config`."""
+    content = copy.deepcopy(content)
     for key, value in parse_overrides(overrides).items():
         _override(content, key, value)
     config = _build(Config, content, "")
     config_check.check(config, paths=check_paths)
     return config
+
+
+def read_config(path) -> dict:
+    """Return the content of a YAML, laid over its ``base:`` files, unchecked."""
+    return _read_with_base(Path(path), ())
 
 
 def _read_with_base(path: Path, seen: tuple[Path, ...]) -> dict:
@@ -162,10 +176,10 @@ def _read_with_base(path: Path, seen: tuple[Path, ...]) -> dict:
     base = content.pop("base", None)
     if base is None:
         return content
-    return _overlay(_read_with_base(path.parent / str(base), (*seen, path)), content)
+    return overlay(_read_with_base(path.parent / str(base), (*seen, path)), content)
 
 
-def _overlay(below: dict, above: dict) -> dict:
+def overlay(below: dict, above: dict) -> dict:
     """Return ``below`` with what ``above`` says, section by section.
 
     The arguments of one thing are not those of another: where ``above`` changes a name (``model``,
@@ -180,7 +194,7 @@ def _overlay(below: dict, above: dict) -> dict:
         both = isinstance(value, dict) and isinstance(before, dict)
         if both and "project_type" in value and value["project_type"] != before.get("project_type"):
             both = False
-        merged[key] = _overlay(before, value) if both else value
+        merged[key] = overlay(before, value) if both else value
     return merged
 
 

@@ -9,6 +9,7 @@ import torch
 from wespeaker_qmargin import adapter, features
 from wespeaker_qmargin.functional import zero_loss_gap
 from wespeaker_qmargin.head import QMarginProduct, auto_scale
+from wespeaker_qmargin.lazy_sgd import LazySGD
 
 logger = logging.getLogger(__name__)
 
@@ -18,7 +19,7 @@ _CHOICES = {
     "amp_dtype": ("bf16", "fp16"),
     "dataset_args.speed_perturb_mode": ("random", "expanded"),
     "dataset_args.speed_perturb_labels": ("new", "same"),
-    "dataset_args.frontend": ("fbank", "s3prl", "tfmel", "w2vbert", "whisper_encoder"),
+    "dataset_args.frontend": ("fbank", "s3prl", "tfmel", "wavlm", "w2vbert", "whisper_encoder"),
 }
 # key: (lowest, highest), both allowed
 _RANGES = {
@@ -54,6 +55,8 @@ _GIVEN = {
     "dataset_args.spec_aug_args": ("features", "seeds"),
     "dataset_args.cmvn_args": ("features",),
     "dataset_args.filter_args": (),
+    "dataset_args.wavlm_args": ("sample_rate",),
+    "dataset_args.w2vbert_args": ("sample_rate",),
     "model_args": (),
     "loss_args": (),
 }
@@ -94,12 +97,26 @@ def check(config, *, paths: bool = True) -> None:
 
 def _check_callables(config) -> None:
     dataset_args = config.dataset_args
-    _check_kwargs("model_args", adapter.get_speaker_model(config.model), config.model_args)
+    name, model_args = dataset_args.frontend, config.model_args
+    if name != "fbank":
+        model_args = {"feat_dim": -1, **model_args}  # the front-end's
+    _check_kwargs("model_args", adapter.get_speaker_model(config.model), model_args)
+    if name in adapter.SSL_FRONTENDS:
+        section = f"{name}_args"
+        arguments = getattr(dataset_args, section) or {}
+        _check_kwargs(f"dataset_args.{section}", adapter.get_frontend(name), arguments)
+        if dataset_args.cmvn or dataset_args.spec_aug:
+            raise ValueError(
+                f"dataset_args: frontend {name} gives hidden states, not filter banks: set cmvn "
+                "and spec_aug to False"
+            )
     _check_kwargs(
         "margin_update", adapter.get_scheduler(config.margin_scheduler), config.margin_update
     )
     _check_kwargs("scheduler_args", adapter.get_scheduler(config.scheduler), config.scheduler_args)
-    optimizer = _torch_class("optimizer", torch.optim, config.optimizer, torch.optim.Optimizer)
+    optimizer = LazySGD
+    if config.optimizer != "LazySGD":
+        optimizer = _torch_class("optimizer", torch.optim, config.optimizer, torch.optim.Optimizer)
     _check_kwargs("optimizer_args", optimizer, config.optimizer_args)
     loss = _torch_class("loss", torch.nn, config.loss, torch.nn.Module)
     _check_kwargs("loss_args", loss, config.loss_args)
@@ -157,7 +174,17 @@ def _check_head(config) -> None:
         )
     if args["project_type"] != "q_margin":
         return
-    keywords = {k: args[k] for k in ("alpha", "scale") if k in args}
+    class_parallel = args.get("class_parallel", False)
+    if not isinstance(class_parallel, bool):
+        raise ValueError(
+            f"projection_args.class_parallel: expected true or false, got {class_parallel!r}"
+        )
+    if class_parallel and config.enable_amp and config.amp_dtype == "fp16":
+        raise ValueError(
+            "projection_args.class_parallel: with amp_dtype fp16 every rank would scale and skip "
+            "steps on its own; use amp_dtype: bf16"
+        )
+    keywords = {k: args[k] for k in adapter.Q_MARGIN_OPTIONS if k in args}
     try:
         head = QMarginProduct(1, 1, **keywords, margin=final_margin)
     except (TypeError, ValueError) as error:

@@ -17,9 +17,18 @@ from wespeaker_qmargin.augment import AudioSource, Augmenter
 from wespeaker_qmargin.config import Config, save_config, to_dict
 from wespeaker_qmargin.data import TrainSet, train_loader
 from wespeaker_qmargin.files import write_text
+from wespeaker_qmargin.head import QMarginProduct
+from wespeaker_qmargin.lazy_sgd import LazySGD
 from wespeaker_qmargin.lists import read_utterances, speaker_labels
-from wespeaker_qmargin.model import SpeakerNet, from_wespeaker, load_checkpoint, to_wespeaker
+from wespeaker_qmargin.model import (
+    SpeakerNet,
+    from_wespeaker,
+    full_state,
+    load_checkpoint,
+    save_checkpoint,
+)
 from wespeaker_qmargin.order import EpochBatches
+from wespeaker_qmargin.parallel import ClassParallelQMargin, keep_from_ddp, total_norm
 from wespeaker_qmargin.provenance import provenance
 from wespeaker_qmargin.schedule import Schedules, build_optimizer
 from wespeaker_qmargin.validate import split_speakers
@@ -63,6 +72,29 @@ def _augmenter(config: Config) -> Augmenter | None:
         if source is None:
             logger.warning("%s is not given: training without it", name)
     return Augmenter(noise, reverb, prob=args.aug_prob, sample_rate=args.resample_rate)
+
+
+def _step_lazily(head, optimizer: LazySGD, accelerator: Accelerator) -> None:
+    """Have ``head`` give the row-sparse gradients that ``LazySGD`` is for.
+
+    Raises:
+        ValueError: the head has none.
+    """
+    shared = accelerator.num_processes > 1 and not isinstance(head, ClassParallelQMargin)
+    if not isinstance(head, QMarginProduct) or head.alpha == 1 or head.impl == "dense" or shared:
+        raise ValueError(
+            "optimizer: LazySGD needs project_type q_margin with alpha > 1, an impl other than "
+            "dense, and over several processes class_parallel: true; elsewhere use SGD, of which "
+            "it is the faster form"
+        )
+    head.sparse_grad = True
+    optimizer.keep_current(head)
+
+
+def _norm(parameters) -> torch.Tensor:
+    grads = [p.grad for p in parameters if p.grad is not None]
+    grads = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
+    return torch.nn.utils.get_total_norm(grads)
 
 
 class Experiment:
@@ -122,6 +154,9 @@ class Experiment:
     def _open_model(self) -> None:
         self.net = SpeakerNet(self.config, self.num_class)
         optimizer = build_optimizer(self.net, self.config)
+        if isinstance(optimizer, LazySGD):
+            _step_lazily(self.net.projection, optimizer, self.accelerator)
+        keep_from_ddp(self.net)
         self.schedules = Schedules(
             self.net,
             optimizer,
@@ -138,7 +173,7 @@ class Experiment:
         write_text(self.exp_dir / "speakers.txt", "".join(f"{name}\n" for name in self.labels))
         sizes = [sum(p.numel() for p in m.parameters()) for m in (self.net, self.net.projection)]
         logger.info(
-            "%d utterances of %d speakers, %d held out; %s, %.2f M parameters + head %.2f M: %s; "
+            "%d utterances of %d speakers, %d held out; %s, %.2f M parameters + head %.2f M%s: %s; "
             "%d epochs of %d steps of %d utterances; learning rate x %g; %s",
             len(self.train_set),
             len(self.labels),
@@ -146,6 +181,7 @@ class Experiment:
             self.config.model,
             (sizes[0] - sizes[1]) / 1e6,
             sizes[1] / 1e6,
+            " here" if isinstance(self.net.projection, ClassParallelQMargin) else "",
             self.net.projection,
             self.config.num_epochs,
             self.epoch_iter,
@@ -153,6 +189,16 @@ class Experiment:
             self.schedules.scale_ratio,
             self.accelerator.device,
         )
+
+    def clip_gradients(self) -> torch.Tensor:
+        """Clip all gradients to ``clip_grad_norm`` (0: not at all); return their norm before."""
+        self.accelerator.unscale_gradients(self.optimizer)
+        parameters, head = list(self.net.parameters()), self.net.projection
+        sharded = [head.weight] if isinstance(head, ClassParallelQMargin) else []
+        norm = total_norm(parameters, sharded) if sharded else _norm(parameters)
+        if self.config.clip_grad_norm:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.config.clip_grad_norm, norm)
+        return norm
 
     @property
     def iteration(self) -> int:
@@ -176,9 +222,31 @@ class Experiment:
         )
         return iter(train_loader(self.train_set, batches, config.dataloader_args))
 
+    def save_model(self, name: str) -> None:
+        """Write the network as it is, to ``name`` in ``exp_dir``; every process calls."""
+        save_checkpoint(self.net, self.exp_dir / name, write=self.accelerator.is_main_process)
+
+    def _exchange_rows(self, state: dict, method: str) -> None:
+        """Turn what an optimiser's state holds of a class-parallel weight into all rows, or back.
+
+        ``method`` of the head does so: ``gather_rows`` (collective), ``own_rows``.
+        """
+        head = self.net.projection
+        if not isinstance(head, ClassParallelQMargin):
+            return
+        order = [p for group in self.optimizer.param_groups for p in group["params"]]
+        place = next((i for i, p in enumerate(order) if p is head.weight), None)
+        if place in state["state"]:  # a new dict: the one that is there is the optimiser's own
+            state["state"][place] = {
+                name: getattr(head, method)(x) if torch.is_tensor(x) and x.dim() == 2 else x
+                for name, x in state["state"][place].items()
+            }
+
     def save(self, metrics_size: int | None) -> None:
         """Save the state of all processes; ``metrics_size``: bytes of metrics.jsonl so far."""
         generators = gather_object([resume.rng_state()])
+        model, optimizer = full_state(self.net), self.optimizer.state_dict()
+        self._exchange_rows(optimizer, "gather_rows")
         if not self.accelerator.is_main_process:
             return
         scaler = self.accelerator.scaler
@@ -186,8 +254,8 @@ class Experiment:
             "epoch": self.epoch,
             "step": self.step,
             "best_eer": self.best_eer,
-            "model": to_wespeaker(self.net.state_dict()),
-            "optimizer": self.optimizer.state_dict(),
+            "model": model,
+            "optimizer": optimizer,
             "scaler": None if scaler is None else scaler.state_dict(),
             "generators": generators,
             "config": to_dict(self.config),
@@ -205,6 +273,7 @@ class Experiment:
             speakers=list(self.labels),
         )
         self.net.load_state_dict(from_wespeaker(state["model"]))
+        self._exchange_rows(state["optimizer"], "own_rows")
         self.optimizer.load_state_dict(state["optimizer"])
         if state["scaler"] is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])

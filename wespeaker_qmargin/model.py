@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from wespeaker_qmargin import adapter
 from wespeaker_qmargin.features import apply_cmvn, fbank, spec_aug
 from wespeaker_qmargin.files import atomic_path
+from wespeaker_qmargin.frontend import SslFrontend, fit_model_args
 from wespeaker_qmargin.head import QMarginProduct
+from wespeaker_qmargin.parallel import ClassParallelQMargin, full_weight
 from wespeaker_qmargin.sparse import Statistics
 
 logger = logging.getLogger(__name__)
@@ -37,6 +39,9 @@ class SpeakerNet(nn.Module):
         if self.dataset_args.frontend != "fbank":
             self.frontend = _build_frontend(self.dataset_args)
             model_args["feat_dim"] = self.frontend.output_size()
+        if isinstance(self.frontend, SslFrontend):
+            backbone = adapter.get_speaker_model(config.model)
+            model_args = fit_model_args(backbone, config.model_args, self.frontend)
         self.backbone = adapter.build_speaker_model(config.model, model_args)
         if hasattr(self.backbone, "prepare_for_frontend"):
             self.backbone.prepare_for_frontend(self.dataset_args.frontend)
@@ -54,6 +59,8 @@ class SpeakerNet(nn.Module):
     @property
     def min_samples(self) -> int:
         """Samples that one frame needs."""
+        if isinstance(self.frontend, SslFrontend):
+            return self.frontend.min_samples
         length = self.dataset_args.fbank_args.get("frame_length", 25)
         return int(self.dataset_args.resample_rate * length / 1000)
 
@@ -64,7 +71,9 @@ class SpeakerNet(nn.Module):
         """
         args = self.dataset_args
         if self.frontend is not None:
-            lengths = torch.full((len(wavs),), wavs.shape[1], device=wavs.device)
+            lengths = None  # all of one length; upstream's front-ends want to be told
+            if not isinstance(self.frontend, SslFrontend):
+                lengths = torch.full((len(wavs),), wavs.shape[1], device=wavs.device)
             frames, _ = self.frontend(wavs, lengths)
         else:
             # upstream's default in training; an embedding is extracted without
@@ -120,9 +129,22 @@ def from_wespeaker(state: dict) -> dict:
     return {key if key.startswith(own) else f"backbone.{key}": v for key, v in state.items()}
 
 
-def save_checkpoint(net: SpeakerNet, path) -> None:
-    """Write the plain state dict of ``net``, on the CPU, under WeSpeaker's names, atomically."""
+def full_state(net: SpeakerNet) -> dict[str, Tensor]:
+    """Return the state dict of ``net`` on the CPU under WeSpeaker's names, with all prototypes.
+
+    Collective if its head is class-parallel; only rank 0 then gets the prototypes.
+    """
     state = {k: v.detach().cpu() for k, v in to_wespeaker(net.state_dict()).items()}
+    if isinstance(net.projection, ClassParallelQMargin):
+        state["projection.weight"] = full_weight(net.projection)
+    return state
+
+
+def save_checkpoint(net: SpeakerNet, path, *, write: bool = True) -> None:
+    """Write the plain `full_state` of ``net`` atomically; every process calls, one writes."""
+    state = full_state(net)
+    if not write:
+        return
     with atomic_path(path) as temporary:
         torch.save(state, temporary)
 
@@ -164,16 +186,18 @@ def load_checkpoint(net: SpeakerNet, path, *, head: bool = True) -> None:
         ValueError: missing, unknown or differently shaped tensors: another architecture.
     """
     state = from_wespeaker(read_checkpoint(path))
-    wanted = net.state_dict()
+    wanted = {key: value.shape for key, value in net.state_dict().items()}
+    if isinstance(net.projection, ClassParallelQMargin):  # takes its own rows of all
+        wanted["projection.weight"] = (net.projection.out_features, net.projection.in_features)
     if not head:
         state = {k: v for k, v in state.items() if not k.startswith("projection.")}
         wanted = {k: v for k, v in wanted.items() if not k.startswith("projection.")}
     missing = sorted(wanted.keys() - state.keys())
     unknown = sorted(state.keys() - wanted.keys())
     shapes = [
-        f"{k}: {tuple(state[k].shape)} instead of {tuple(wanted[k].shape)}"
+        f"{k}: {tuple(state[k].shape)} instead of {tuple(wanted[k])}"
         for k in wanted.keys() & state.keys()
-        if state[k].shape != wanted[k].shape
+        if state[k].shape != wanted[k]
     ]
     if missing or unknown or shapes:
         faults = [

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from wespeaker_qmargin import adapter
+from wespeaker_qmargin import upstream
 
 
 def provenance(device: torch.device) -> dict:
@@ -26,7 +26,7 @@ def provenance(device: torch.device) -> dict:
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "git_commit": git_commit(),
         "versions": versions,
-        "wespeaker": adapter.wespeaker_source(),
+        "wespeaker": upstream.wespeaker_source(),
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "threads": torch.get_num_threads(),

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from wespeaker_qmargin import adapter
+from wespeaker_qmargin.lazy_sgd import LazySGD
 from wespeaker_qmargin.model import to_wespeaker
 
 
@@ -52,6 +53,8 @@ def build_optimizer(net: nn.Module, config) -> torch.optim.Optimizer:
     groups = parameter_groups(net, config.lr_ratio)
     if not groups:
         raise ValueError("lr_ratio: every parameter is frozen, there is nothing to train")
+    if config.optimizer == "LazySGD":
+        return LazySGD(groups, **arguments)
     return getattr(torch.optim, config.optimizer)(groups, **arguments)
 
 

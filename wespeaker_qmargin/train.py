@@ -13,7 +13,6 @@ from wespeaker_qmargin.config import Config, load_config
 from wespeaker_qmargin.data import Batch
 from wespeaker_qmargin.experiment import Experiment, make_accelerator
 from wespeaker_qmargin.guard import FileGuard, LossGuard
-from wespeaker_qmargin.model import save_checkpoint
 from wespeaker_qmargin.train_log import Interval, TrainLog, log_file
 from wespeaker_qmargin.validate import validation_eer
 
@@ -106,8 +105,7 @@ class _Training:
             synchronised = micro + 1 == accum_steps
             with nullcontext() if synchronised else self.accelerator.no_sync(at.model):
                 self._forward_backward(batch, interval)
-        limit = self.config.clip_grad_norm or float("inf")
-        interval.add_step(self.accelerator.clip_grad_norm_(at.model.parameters(), limit))
+        interval.add_step(at.clip_gradients())
         at.optimizer.step()
         at.optimizer.zero_grad()
 
@@ -147,12 +145,11 @@ class _Training:
     def _end_epoch(self) -> None:
         at, config = self.at, self.config
         valid_eer = validation_eer(at.net, at.valid, self.accelerator, config)
-        if self.accelerator.is_main_process:
-            late = at.epoch > config.num_epochs - config.num_avg
-            if late or at.epoch % config.save_epoch_interval == 0:
-                save_checkpoint(at.net, at.exp_dir / "models" / f"model_{at.epoch}.pt")
-            if valid_eer is not None:
-                self._note_valid_eer(valid_eer)
+        late = at.epoch > config.num_epochs - config.num_avg
+        if late or at.epoch % config.save_epoch_interval == 0:
+            at.save_model(f"models/model_{at.epoch}.pt")
+        if valid_eer is not None:
+            self._note_valid_eer(valid_eer)
         at.epoch, at.step = at.epoch + 1, 0
         self._save_state()
 
@@ -160,10 +157,11 @@ class _Training:
         at = self.at
         if at.best_eer is None or valid_eer < at.best_eer:
             at.best_eer = valid_eer
-            save_checkpoint(at.net, at.exp_dir / "best_model.pt")
-        self.log.record({"epoch": at.epoch, "step": at.iteration, "valid_eer": valid_eer})
-        percents = (100 * valid_eer, 100 * at.best_eer)
-        logger.info("epoch %d validation EER %.2f %% (best %.2f %%)", at.epoch, *percents)
+            at.save_model("best_model.pt")
+        if self.log is not None:
+            self.log.record({"epoch": at.epoch, "step": at.iteration, "valid_eer": valid_eer})
+            percents = (100 * valid_eer, 100 * at.best_eer)
+            logger.info("epoch %d validation EER %.2f %% (best %.2f %%)", at.epoch, *percents)
 
     def _save_state(self) -> None:
         self.losses.check()

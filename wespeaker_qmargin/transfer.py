@@ -1,0 +1,213 @@
+"""A checkpoint that another run, or somebody else, left, as the start of a run on other speakers.
+
+find_source(path)     what there is: weights, their config.yaml, the speakers of the head's rows
+match_tensors(...)    which tensors fit a network; refuses another architecture
+transfer(...)         the whole state to start from, and a `Report` of where it comes from
+
+Rows of a head are taken by speaker name, never by position; a speaker that is not in the checkpoint
+gets the mean of his own embeddings.
+"""
+
+import logging
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from accelerate.utils import gather_object
+from torch import Tensor
+from tqdm import tqdm
+
+from wespeaker_qmargin.audio import AudioError, Utterance, load_audio
+from wespeaker_qmargin.augment import change_speed
+from wespeaker_qmargin.config import Config, read_config
+from wespeaker_qmargin.data import _SPEEDS
+from wespeaker_qmargin.files import read_lines
+from wespeaker_qmargin.lists import read_utterances, speaker_labels
+from wespeaker_qmargin.model import (
+    SpeakerNet,
+    find_checkpoint,
+    from_wespeaker,
+    full_state,
+    read_checkpoint,
+    to_wespeaker,
+)
+from wespeaker_qmargin.validate import split_speakers
+
+logger = logging.getLogger(__name__)
+
+PROTOTYPES = ("means", "random")
+_LEAST_SHARE = 0.9  # of the tensors; another depth or width of one family shares more than half
+# heads whose ``weight`` has one row a class, a direction in the space of the embeddings
+_ROW_HEADS = ("q_margin", "add_margin", "arc_margin", "sphere", "sphereface2", "softmax")
+
+Row = tuple[str, int]  # speaker, number of the speed
+
+
+class Source(NamedTuple):
+    """A checkpoint, what its config.yaml says (None: there is none), and its head's speakers."""
+
+    checkpoint: Path
+    config: dict | None
+    speakers: list[str] | None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What of a checkpoint went into a network: names of tensors, numbers of prototypes.
+
+    ``new`` are tensors that the checkpoint lacks, ``dropped`` those that the network lacks,
+    ``mismatched`` those of another shape; the network keeps its own initial values for the first
+    and the last. The head is counted in rows: taken over by speaker name, from class means,
+    initialised at random; ``rows_dropped`` are those of the checkpoint that nobody needs.
+    """
+
+    checkpoint: str
+    loaded: list[str]
+    new: list[str]
+    dropped: list[str]
+    mismatched: list[str]
+    rows_by_name: int = 0
+    rows_from_means: int = 0
+    rows_random: int = 0
+    rows_dropped: int = 0
+
+    def __str__(self) -> str:
+        counts = [f"{len(self.loaded)} loaded"]
+        counts += [_some(getattr(self, name), name) for name in ("new", "dropped", "mismatched")]
+        return (
+            f"{self.checkpoint}: tensors {', '.join(counts)}; prototypes {self.rows_by_name} by "
+            f"speaker name, {self.rows_from_means} from class means, {self.rows_random} random, "
+            f"{self.rows_dropped} dropped"
+        )
+
+    def to_dict(self) -> dict:
+        """Return the report as plain values."""
+        return asdict(self)
+
+
+def _some(names: list[str], what: str) -> str:
+    shown = ", ".join(names[:3]) + ", ..." * (len(names) > 3)
+    return f"{len(names)} {what}" + (f" ({shown})" if names else "")
+
+
+def find_source(path) -> Source:
+    """Return what lies at ``path``: an exp_dir, a WeSpeaker model folder, or a file of weights.
+
+    A folder's weights are ``avg_model.pt`` in it or in its ``models/``. ``config.yaml`` and
+    ``speakers.txt`` (names in the order of the head's rows, one a line) are read where they lie in
+    that folder, or beside a file, or above its ``models/``.
+
+    Raises:
+        FileNotFoundError: nothing there.  ValueError: a speaker comes twice; no YAML.
+    """
+    path = Path(path)
+    if path.is_dir():
+        folder, own = path, path / "avg_model.pt"
+        checkpoint = own if own.is_file() else find_checkpoint(path, "avg")
+    elif path.is_file():
+        checkpoint, folder = path, path.parent
+        folder = folder.parent if folder.name == "models" else folder
+    else:
+        raise FileNotFoundError(f"{path}: no such file or folder")
+    config, speakers = folder / "config.yaml", folder / "speakers.txt"
+    return Source(
+        checkpoint,
+        read_config(config) if config.is_file() else None,
+        _read_speakers(speakers) if speakers.is_file() else None,
+    )
+
+
+def _read_speakers(path: Path) -> list[str]:
+    names = [line for _, line in read_lines(path)]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"{path}: {', '.join(twice[:3])} comes twice; one line a row of the head")
+    return names
+
+
+def match_tensors(found: dict[str, Tensor], wanted: dict[str, Tensor], where) -> Report:
+    """Return what of the tensors ``found`` fits the tensors ``wanted``, both without a head.
+
+    Args:
+        where: the file that ``found`` is of.
+
+    Raises:
+        ValueError: less than 90 % of all names on either side are on both with one shape: another
+            architecture; a tensor that is to be loaded is not finite.
+    """
+    common = [k for k in wanted if k in found]
+    fitting = [k for k in common if found[k].shape == wanted[k].shape]
+    report = Report(
+        checkpoint=str(where),
+        loaded=fitting,
+        new=[k for k in wanted if k not in found],
+        dropped=[k for k in found if k not in wanted],
+        mismatched=[
+            f"{k}: {tuple(found[k].shape)} instead of {tuple(wanted[k].shape)}"
+            for k in common
+            if found[k].shape != wanted[k].shape
+        ],
+    )
+    total = len(found.keys() | wanted.keys())
+    if len(fitting) < _LEAST_SHARE * total:
+        raise ValueError(
+            f"{report.checkpoint}: only {len(fitting)} of {total} tensors fit the network "
+            f"({', '.join(_some(getattr(report, x), x) for x in ('new', 'dropped', 'mismatched'))})"
+            ": another architecture. State the one that it was trained with: a config with its "
+            "model, model_args and dataset_args"
+        )
+    bad = [k for k in fitting if not found[k].isfinite().all()]
+    if bad:
+        raise ValueError(f"{report.checkpoint}: {_some(bad, 'tensors')} not finite")
+    return report
+
+
+def transfer(
+    config: Config, source: Source, accelerator, *, prototypes: str = "means", per_class: int = 5
+) -> tuple[dict[str, Tensor], Report]:
+    """Return the state dict, under WeSpeaker's names, that a run of ``config`` is to start from.
+
+    The backbone (with its front-end) is the checkpoint's. A row of the head is the checkpoint's row
+    of the same speaker at the same speed, where it has one. The others are, with ``means``, the
+    normalised mean of the unit embeddings of ``per_class`` whole utterances of the speaker, at
+    the length that the other rows have; with ``random``, what ``config.seed`` draws.
+
+    Collective: every process of ``accelerator`` calls and embeds its share; of a class-parallel
+    head only the main process gets the rows.
+
+    Raises:
+        ValueError, FileNotFoundError: a checkpoint that is none or does not fit, speakers that
+            disagree with the head's rows, unusable data.
+    """
+    training = _training_utterances(config)
+    labels = speaker_labels(training)
+    names = [(name, speed) for speed in range(_copies(config.dataset_args)) for name in labels]
+    torch.manual_seed(config.seed)
+    net = SpeakerNet(config, len(names))
+    found = read_checkpoint(source.checkpoint)
+    report = match_tensors(_body(found), _body(to_wespeaker(net.state_dict())), source.checkpoint)
+    loaded = {name: found[name] for name in report.loaded}
+    net.load_state_dict(from_wespeaker(loaded), strict=False)
+    known = head_rows(found, source)
+    state = {name: value.clone() for name, value in full_state(net).items() if value is not None}
+    has_rows = config.projection_args["project_type"] in _ROW_HEADS
+    if not has_rows and prototypes == "means":
+        raise ValueError(
+            f"prototypes: class means are rows of {', '.join(_ROW_HEADS)}, not of "
+            f"{config.projection_args['project_type']}; choose random"
+        )
+    taken = {name: known[name] for name in names if has_rows and name in known}
+    means = {}
+    if prototypes == "means":
+        missing = [name for name in names if name not in taken]
+        means = class_means(net, training, missing, accelerator, per_class=per_class)
+    if "projection.weight" in state:
+        _fill_rows(state["projection.weight"], names, taken, means)
+    rows = {"rows_by_name": len(taken), "rows_from_means": len(means)}
+    rows |= {"rows_random": len(names) - len(taken) - len(means)}
+    rows |= {"rows_dropped": _num_rows(found) - len(taken)}
+    return state, Report(**{**report.to_dict(), **rows})
