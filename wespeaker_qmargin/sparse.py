@@ -155,6 +155,8 @@ class SparseQMargin(torch.autograd.Function):
             full = torch.sparse_coo_tensor(
                 index[None], values, prototypes.shape, is_coalesced=True, check_invariants=False
             )
+        elif len(index) == len(prototypes):
+            full = values
         else:
             full = torch.zeros_like(prototypes).index_copy_(0, index, values)
         return grad, full, None, None, None
@@ -233,12 +235,15 @@ def pair_gradients(embeddings, prototypes, rows, classes, weights):
     """
     dtype = weights.dtype
     index, place = classes.unique(return_inverse=True)
-    vectors, embeddings = prototypes[index].to(dtype), embeddings.to(dtype)
-    length, own_length = norm(vectors), norm(embeddings)
-    grad = _weighted_sums(vectors / length, place, weights, rows, len(embeddings))
-    values = _weighted_sums(embeddings / own_length, rows, weights, place, len(index))
-    grad = _through_norm(grad, embeddings, own_length)
-    return grad, index, _through_norm(values, vectors, length).to(prototypes.dtype)
+    # one copy of the active prototypes, worked on in place: fresh memory costs more than the sums
+    units, embeddings = prototypes[index].to(dtype), embeddings.to(dtype)
+    length, own_length = norm(units), norm(embeddings)
+    units.div_(length)
+    own_units = embeddings / own_length
+    grad = _weighted_sums(units, place, weights, rows, len(embeddings))
+    values = _weighted_sums(own_units, rows, weights, place, len(index))
+    grad = _off_units(grad, own_units, own_length)
+    return grad, index, _off_units(values, units, length).to(prototypes.dtype)
 
 
 def _weighted_sums(vectors, source, weights, target, size):
@@ -252,10 +257,14 @@ def _weighted_sums(vectors, source, weights, target, size):
 
 def _through_norm(grad, vectors, length):
     """Return the gradient of vectors from ``grad``, that of vectors / length (`norm`)."""
-    unit = vectors / length
-    along = (unit * grad).sum(1, keepdim=True)
+    return _off_units(grad.clone(), vectors / length, length)
+
+
+def _off_units(grad, units, length):
+    """Turn ``grad``, that of units = vectors / length, into that of the vectors, in place."""
+    along = torch.bmm(units.unsqueeze(1), grad.unsqueeze(2)).squeeze(2)
     along.masked_fill_(length <= EPS, 0)  # F.normalize divides these by a constant
-    return torch.addcmul(grad, unit, along, value=-1).div_(length)
+    return grad.addcmul_(units, along, value=-1).div_(length)
 
 
 def _queries(embeddings, prototypes, plan):
