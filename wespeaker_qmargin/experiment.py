@@ -91,12 +91,6 @@ def _step_lazily(head, optimizer: LazySGD, accelerator: Accelerator) -> None:
     optimizer.keep_current(head)
 
 
-def _norm(parameters) -> torch.Tensor:
-    grads = [p.grad for p in parameters if p.grad is not None]
-    grads = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
-    return torch.nn.utils.get_total_norm(grads)
-
-
 class Experiment:
     """Everything that a run needs, opened, and at (epoch, step): fresh, or where ``state`` was.
 
@@ -195,7 +189,7 @@ class Experiment:
         self.accelerator.unscale_gradients(self.optimizer)
         parameters, head = list(self.net.parameters()), self.net.projection
         sharded = [head.weight] if isinstance(head, ClassParallelQMargin) else []
-        norm = total_norm(parameters, sharded) if sharded else _norm(parameters)
+        norm = total_norm(parameters, sharded)
         if self.config.clip_grad_norm:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.config.clip_grad_norm, norm)
         return norm

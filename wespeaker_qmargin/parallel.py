@@ -219,9 +219,12 @@ def total_norm(parameters, sharded, *, group=None) -> Tensor:
 
     Args:
         parameters: all, or all but ``sharded``; their gradients are the same on every rank.
-        sharded: those of which every rank has its own rows; at least one.  group: the head's.
+        sharded: those of which every rank has its own rows; without any, nothing is exchanged.
+        group: the head's.
     """
     sharded = list(sharded)
+    if not sharded:
+        return get_total_norm([_values(x.grad) for x in parameters if x.grad is not None])
     own = {id(x) for x in sharded}
     squares = [
         get_total_norm([_values(x.grad) for x in part if x.grad is not None])

@@ -83,13 +83,15 @@ def screen_top_k(queries, prototypes, labels, target, plan):
     """
     error, floor = _product_error(queries, plan), torch.empty_like(target)
     rows, k, found = torch.arange(len(labels), device=labels.device), plan.top_k, []
+    elsewhere = (labels < 0) | (labels >= len(prototypes))
+    rivals = len(prototypes) - 1 + elsewhere.long()  # all of them need no certificate
     while True:
         best, classes = _highest(queries[rows], prototypes, labels[rows], k, plan)
         own, place = best.isfinite().nonzero().unbind(1)
         pairs = Pairs(own, classes[own, place], best[own, place])
         pairs = _refine(pairs, queries[rows], prototypes, error)
         bound = _raise(best[:, 0] - math.inf, pairs, target[rows], 0.0, plan)  # NaN comes first
-        failed = (best[:, -1] + error > bound) & (k < len(prototypes) - 1)
+        failed = (best[:, -1] + error > bound) & (k < rivals[rows])
         good = pairs.pick(~failed[pairs.rows])
         found.append(good._replace(rows=rows[good.rows]))
         floor[rows], rows = bound, rows[failed]
