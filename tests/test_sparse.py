@@ -459,6 +459,16 @@ def test_half_precision_inputs_and_autocast(alpha):
             assert_close(x, y.to(dtype), 1e-2)
 
 
+def test_backward_under_autocast_is_in_full_precision():
+    inputs = problem(16, 300, 16, seed=15)
+    options = {"alpha": 1.5, "scale": 10.0, "margin": 0.2}
+    expected, _ = with_gradients(sparse_q_margin, *inputs, **options)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, _ = with_gradients(sparse_q_margin, *inputs, **options)
+    for one, another in zip(found, expected):
+        assert torch.equal(one, another)
+
+
 def test_the_precision_of_products_does_not_reach_the_result():
     inputs = problem(16, 3000, 16, seed=15)
     options = {"alpha": 1.5, "scale": 10.0, "margin": 0.2}

@@ -262,7 +262,8 @@ def _through_norm(grad, vectors, length):
 
 def _off_units(grad, units, length):
     """Turn ``grad``, that of units = vectors / length, into that of the vectors, in place."""
-    along = torch.bmm(units.unsqueeze(1), grad.unsqueeze(2)).squeeze(2)
+    with torch.autocast(grad.device.type, enabled=False):  # backward may be called under it
+        along = torch.bmm(units.unsqueeze(1), grad.unsqueeze(2)).squeeze(2)
     along.masked_fill_(length <= EPS, 0)  # F.normalize divides these by a constant
     return grad.addcmul_(units, along, value=-1).div_(length)
 
