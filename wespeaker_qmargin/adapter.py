@@ -7,6 +7,7 @@ import sys
 from torch import nn
 
 from wespeaker_qmargin.head import QMarginProduct
+from wespeaker_qmargin.imported import WaveFrontend, build_imported, imported_class
 from wespeaker_qmargin.mhfa import MHFA
 from wespeaker_qmargin.parallel import ClassParallelQMargin
 from wespeaker_qmargin.upstream import after_loading, wespeaker_module
@@ -188,11 +189,15 @@ def _rebind(old, new) -> None:
 def get_speaker_model(name: str) -> type[nn.Module]:
     """Return WeSpeaker's backbone class ``name`` (ResNet34, ECAPA_TDNN_c512, XVEC, ...), or MHFA.
 
+    ``package.module:Class`` is a class of anybody's, see ``imported``.
+
     Raises:
         ValueError: no backbone of that name; the nearest ones are named.
     """
     if name in _OWN_MODELS:
         return _OWN_MODELS[name]
+    if ":" in str(name):
+        return imported_class(name)
     prefixes = sorted(_MODEL_MODULES, key=len, reverse=True)
     prefix = next((p for p in prefixes if str(name).startswith(p)), None)
     if prefix is None:
@@ -216,8 +221,10 @@ def build_speaker_model(name: str, args: dict) -> nn.Module:
 
     A text that names a class of the backbone's own module stands for that class, so that
     ``model: ResNet`` with ``block: BasicBlock, num_blocks: [3, 4, 6, 3], m_channels: 16`` is a
-    narrow ResNet34.
+    narrow ResNet34. (Not so for a class of anybody's.)
     """
+    if ":" in name:
+        return build_imported(name, args)
     factory = get_speaker_model(name)
     classes = {
         k: v for k, v in vars(sys.modules[factory.__module__]).items() if isinstance(v, type)
@@ -229,8 +236,10 @@ def build_speaker_model(name: str, args: dict) -> nn.Module:
 def get_frontend(name: str) -> type[nn.Module]:
     """Return the front-end class for ``dataset_args.frontend`` (not ``fbank``).
 
-    WavLM and w2v-BERT are ours, the others WeSpeaker's.
+    WavLM, w2v-BERT and ``wave`` are ours, the others WeSpeaker's.
     """
+    if name == "wave":
+        return WaveFrontend
     if name in SSL_FRONTENDS:
         return SSL_FRONTENDS[name]
     module, class_name = _FRONTENDS[name]

@@ -10,6 +10,7 @@ from wespeaker_qmargin import __version__
 # command: (module, what it does)
 _COMMANDS = {
     "train": ("train", "train a backbone with a head, as a WeSpeaker YAML says"),
+    "finetune": ("finetune", "train a checkpoint further, on other speakers: new prototypes first"),
     "average": ("model", "average the last checkpoints into avg_model.pt"),
     "extract": ("extract", "write embeddings of whole utterances as xvector.ark/scp"),
     "score": ("score", "score trials by cosine, with AS-Norm or S-Norm"),

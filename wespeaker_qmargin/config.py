@@ -49,6 +49,7 @@ class DatasetArgs:
     max_bad_share: float = 0.01  # of the list; more unreadable files than this end the training
     frontend: str = "fbank"
     fbank_args: dict = field(default_factory=dict)
+    wave_args: dict | None = None  # frontend wave: the model hears the waveforms
     s3prl_args: dict | None = None
     tfmel_args: dict | None = None
     wavlm_args: dict | None = None

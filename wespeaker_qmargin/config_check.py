@@ -9,6 +9,7 @@ import torch
 from wespeaker_qmargin import adapter, features
 from wespeaker_qmargin.functional import zero_loss_gap
 from wespeaker_qmargin.head import QMarginProduct, auto_scale
+from wespeaker_qmargin.imported import constructor_arguments
 from wespeaker_qmargin.lazy_sgd import LazySGD
 
 logger = logging.getLogger(__name__)
@@ -19,7 +20,9 @@ _CHOICES = {
     "amp_dtype": ("bf16", "fp16"),
     "dataset_args.speed_perturb_mode": ("random", "expanded"),
     "dataset_args.speed_perturb_labels": ("new", "same"),
-    "dataset_args.frontend": ("fbank", "s3prl", "tfmel", "wavlm", "w2vbert", "whisper_encoder"),
+    "dataset_args.frontend": (
+        *("fbank", "wave", "s3prl", "tfmel", "wavlm", "w2vbert", "whisper_encoder"),
+    ),
 }
 # key: (lowest, highest), both allowed
 _RANGES = {
@@ -55,6 +58,7 @@ _GIVEN = {
     "dataset_args.spec_aug_args": ("features", "seeds"),
     "dataset_args.cmvn_args": ("features",),
     "dataset_args.filter_args": (),
+    "dataset_args.wave_args": ("sample_rate",),
     "dataset_args.wavlm_args": ("sample_rate",),
     "dataset_args.w2vbert_args": ("sample_rate",),
     "model_args": (),
@@ -100,15 +104,17 @@ def _check_callables(config) -> None:
     name, model_args = dataset_args.frontend, config.model_args
     if name != "fbank":
         model_args = {"feat_dim": -1, **model_args}  # the front-end's
+    if ":" in config.model:
+        model_args = constructor_arguments(config.model, model_args)
     _check_kwargs("model_args", adapter.get_speaker_model(config.model), model_args)
-    if name in adapter.SSL_FRONTENDS:
+    if name in (*adapter.SSL_FRONTENDS, "wave"):
         section = f"{name}_args"
         arguments = getattr(dataset_args, section) or {}
         _check_kwargs(f"dataset_args.{section}", adapter.get_frontend(name), arguments)
         if dataset_args.cmvn or dataset_args.spec_aug:
             raise ValueError(
-                f"dataset_args: frontend {name} gives hidden states, not filter banks: set cmvn "
-                "and spec_aug to False"
+                f"dataset_args: frontend {name} gives no filter banks: set cmvn and spec_aug to "
+                "False"
             )
     _check_kwargs(
         "margin_update", adapter.get_scheduler(config.margin_scheduler), config.margin_update

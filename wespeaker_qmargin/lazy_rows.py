@@ -16,7 +16,6 @@ to move is one number a row, ``due``, and the row waits while that is less than 
 Nothing is approximated; only rounding happens elsewhere than in torch.optim.SGD.
 """
 
-import math
 import weakref
 from typing import NamedTuple
 
@@ -145,9 +144,8 @@ class LazyRows:
         ready = self.due > self.wait
         rows = ready.nonzero().squeeze(1)  # GPU: waits
         if len(rows) > _WHOLE * len(ready):
-            move = self.due * ready
-            self.weight.addcmul_(self.turn, move.unsqueeze(1), value=-1)
-            self.due.sub_(move)
+            self.weight.addcmul_(self.turn, self.due.unsqueeze(1), value=-1)
+            self.due.zero_()
             return
         for part in rows.split(self._block):
             factor = self.due[part].neg_().unsqueeze(1)
@@ -172,7 +170,6 @@ def _true_gradient(grad, lazy):
 
 
 def _patience(weight, turn):
-    """Return (N,), how much of its turn a row may lag behind: inf without one, 0 with NaN."""
+    """Return (N,), how much of its turn a row may lag behind; inf without a turn."""
     length = torch.linalg.vector_norm(turn, dim=1)
-    wait = torch.finfo(weight.dtype).eps * norm(weight).squeeze(1) / length
-    return wait.nan_to_num_(nan=0.0, posinf=math.inf)
+    return torch.finfo(weight.dtype).eps * norm(weight).squeeze(1) / length

@@ -56,6 +56,18 @@ class SpeakerNet(nn.Module):
             self.projection = adapter.get_projection(args)
             self.criterion = getattr(nn, config.loss)(**config.loss_args)
 
+    def train(self, mode: bool = True):
+        """As nn.Module; but parts whose every parameter is frozen stay in evaluation.
+
+        Their batch-norm statistics would drift, and dropout would blur what cannot adapt to it.
+        """
+        super().train(mode)
+        for module in self.modules() if mode else ():
+            own = list(module.parameters())
+            if own and not any(p.requires_grad for p in own):
+                module.eval()
+        return self
+
     @property
     def min_samples(self) -> int:
         """Samples that one frame needs."""

@@ -8,25 +8,17 @@ Rows of a head are taken by speaker name, never by position; a speaker that is n
 gets the mean of his own embeddings.
 """
 
+import dataclasses
 import logging
-from collections import defaultdict
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
-import torch.nn.functional as F
-from accelerate.utils import gather_object
 from torch import Tensor
-from tqdm import tqdm
 
-from wespeaker_qmargin.audio import AudioError, Utterance, load_audio
-from wespeaker_qmargin.augment import change_speed
 from wespeaker_qmargin.config import Config, read_config
-from wespeaker_qmargin.data import _SPEEDS
 from wespeaker_qmargin.files import read_lines
-from wespeaker_qmargin.lists import read_utterances, speaker_labels
 from wespeaker_qmargin.model import (
     SpeakerNet,
     find_checkpoint,
@@ -35,16 +27,20 @@ from wespeaker_qmargin.model import (
     read_checkpoint,
     to_wespeaker,
 )
-from wespeaker_qmargin.validate import split_speakers
+from wespeaker_qmargin.prototypes import (
+    ROW_HEADS,
+    Row,
+    class_means,
+    filled,
+    num_speeds,
+    row_names,
+    training_utterances,
+)
 
 logger = logging.getLogger(__name__)
 
 PROTOTYPES = ("means", "random")
 _LEAST_SHARE = 0.9  # of the tensors; another depth or width of one family shares more than half
-# heads whose ``weight`` has one row a class, a direction in the space of the embeddings
-_ROW_HEADS = ("q_margin", "add_margin", "arc_margin", "sphere", "sphereface2", "softmax")
-
-Row = tuple[str, int]  # speaker, number of the speed
 
 
 class Source(NamedTuple):
@@ -83,10 +79,6 @@ class Report:
             f"speaker name, {self.rows_from_means} from class means, {self.rows_random} random, "
             f"{self.rows_dropped} dropped"
         )
-
-    def to_dict(self) -> dict:
-        """Return the report as plain values."""
-        return asdict(self)
 
 
 def _some(names: list[str], what: str) -> str:
@@ -183,31 +175,69 @@ def transfer(
         ValueError, FileNotFoundError: a checkpoint that is none or does not fit, speakers that
             disagree with the head's rows, unusable data.
     """
-    training = _training_utterances(config)
-    labels = speaker_labels(training)
-    names = [(name, speed) for speed in range(_copies(config.dataset_args)) for name in labels]
+    if prototypes not in PROTOTYPES:
+        raise ValueError(f"prototypes: expected {' or '.join(PROTOTYPES)}, got {prototypes!r}")
+    if per_class < 1:
+        raise ValueError(f"per_class: expected a number of utterances >= 1, got {per_class}")
+    training = training_utterances(config)
+    names = row_names(training, config)
     torch.manual_seed(config.seed)
     net = SpeakerNet(config, len(names))
     found = read_checkpoint(source.checkpoint)
     report = match_tensors(_body(found), _body(to_wespeaker(net.state_dict())), source.checkpoint)
-    loaded = {name: found[name] for name in report.loaded}
-    net.load_state_dict(from_wespeaker(loaded), strict=False)
-    known = head_rows(found, source)
-    state = {name: value.clone() for name, value in full_state(net).items() if value is not None}
-    has_rows = config.projection_args["project_type"] in _ROW_HEADS
-    if not has_rows and prototypes == "means":
-        raise ValueError(
-            f"prototypes: class means are rows of {', '.join(_ROW_HEADS)}, not of "
-            f"{config.projection_args['project_type']}; choose random"
-        )
-    taken = {name: known[name] for name in names if has_rows and name in known}
-    means = {}
+    fitting = {name: found[name] for name in report.loaded}
+    net.load_state_dict(from_wespeaker(fitting), strict=False)
+    known, means = head_rows(found, source), {}
+    taken = {name: known[name] for name in names if _fits(known.get(name), config)}
     if prototypes == "means":
         missing = [name for name in names if name not in taken]
         means = class_means(net, training, missing, accelerator, per_class=per_class)
-    if "projection.weight" in state:
-        _fill_rows(state["projection.weight"], names, taken, means)
-    rows = {"rows_by_name": len(taken), "rows_from_means": len(means)}
-    rows |= {"rows_random": len(names) - len(taken) - len(means)}
-    rows |= {"rows_dropped": _num_rows(found) - len(taken)}
-    return state, Report(**{**report.to_dict(), **rows})
+    state = full_state(net)
+    if state.get("projection.weight") is not None:
+        state["projection.weight"] = filled(state["projection.weight"], names, taken, means)
+    counts = {
+        "rows_by_name": len(taken),
+        "rows_from_means": len(means),
+        "rows_random": len(names) - len(taken) - len(means),
+        "rows_dropped": len(found.get("projection.weight", ())) - len(taken),
+    }
+    return state, dataclasses.replace(report, **counts)
+
+
+def _body(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x for name, x in state.items() if not name.startswith("projection.")}
+
+
+def head_rows(found: dict[str, Tensor], source: Source) -> dict[Row, Tensor]:
+    """Return (speaker, speed) -> row of a checkpoint's head, where it is known whose rows they are.
+
+    That is so with a speaker list, its config, and a head of one row a class; else nothing.
+
+    Raises:
+        ValueError: the list does not have a name for each row at each speed of the config.
+    """
+    weight = found.get("projection.weight")
+    if weight is None or source.speakers is None or source.config is None:
+        logger.info(
+            "%s: no head, or no speakers.txt and config.yaml to tell whose its rows are",
+            source.checkpoint,
+        )
+        return {}
+    kind = (source.config.get("projection_args") or {}).get("project_type")
+    if kind not in ROW_HEADS:
+        logger.info("%s: a head of type %s is not taken over", source.checkpoint, kind)
+        return {}
+    args = source.config.get("dataset_args") or {}
+    copies = num_speeds(args.get("speed_perturb", True), args.get("speed_perturb_labels", "new"))
+    names = [(name, speed) for speed in range(copies) for name in source.speakers]
+    if len(names) != len(weight):
+        raise ValueError(
+            f"{source.checkpoint}: its head has {len(weight)} rows, but speakers.txt beside it "
+            f"names {len(source.speakers)} speakers and its config.yaml {copies} speeds of each; "
+            "put the right list there, or remove it for new prototypes"
+        )
+    return dict(zip(names, weight))
+
+
+def _fits(row: Tensor | None, config: Config) -> bool:
+    return row is not None and row.shape == (config.model_args["embed_dim"],)
