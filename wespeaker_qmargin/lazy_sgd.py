@@ -42,6 +42,10 @@ class LazySGD(SGD):
     torch.optim.SGD, with a number more; each can load the other's. A run that resumes equals the
     one that saved, bit for bit.
 
+    Cost: of the rows with a gradient, and of those that still turn (some 90 steps long, with
+    momentum 0.9 in float32). Beyond a quarter of all it is one pass over the tensor, 3 reads and
+    writes of it; torch.optim.SGD has 11 or 14, or 5 with ``fused=True``, and a dense gradient.
+
     F.normalize has no direction for a row of zeros: such a row starts off in the right direction
     with another length. NaN and inf in the gradient of a row spoil that row, and no other.
 
