@@ -78,6 +78,8 @@ def test_what_is_inherited_and_what_wins(source_dir, data, tmp_path):
     assert tuned.num_epochs == 6 and tuned.margin_update["final_margin"] == 0.3
     assert tuned.lr_ratio == {"projection": 2}
     assert tuned.projection_args == {"project_type": "q_margin", "alpha": 2.0}
+    words = ["--projection_args.alpha", "1.25"]
+    assert finetune_config(source, overrides=words, **keys).projection_args["alpha"] == 1.25
     both = finetune_config(source, config=mine, margin=0.1, **keys)
     assert both.margin_update["initial_margin"] == both.margin_update["final_margin"] == 0.1
 
@@ -192,8 +194,19 @@ def test_a_refused_checkpoint_leaves_nothing(config, source_dir, tmp_path, tiny)
     with pytest.raises(ValueError, match=r"half\.pt: not a checkpoint"):
         finetune(config, find_source(source_dir)._replace(checkpoint=tmp_path / "half.pt"))
     assert not (tmp_path / "tuned").exists()
+    there = stage.dataclasses.replace(config, exp_dir=str(source_dir))
+    with pytest.raises(ValueError, match="holds a run that is no fine-tuning"):
+        finetune(there, find_source(source_dir), resume_run=True)
+    assert not (source_dir / "init.pt").exists()
     with pytest.raises(ValueError, match="prototype_epochs: expected"):
         finetune(config, find_source(source_dir), prototype_epochs=-1)
+
+
+def test_a_frozen_backbone_and_class_parallel_over_processes(config):
+    stage._refuse_class_parallel(config)
+    head = {"projection_args": {**config.projection_args, "class_parallel": True}}
+    with pytest.raises(ValueError, match="--prototype_epochs 0"):
+        stage._refuse_class_parallel(stage.dataclasses.replace(config, **head))
 
 
 def test_the_command(source_dir, data, tmp_path, capsys):

@@ -169,6 +169,21 @@ def test_rows_of_speed_copies(tiny, tmp_path, old, new):
         assert not torch.allclose(slow, fast)
 
 
+def test_speed_copies_of_a_large_margin_stage_of_wespeakers(tiny, tmp_path):
+    """Its config.yaml says that it does not perturb; the head has kept the rows."""
+    folder = make_experiment(tmp_path / "source", load_config(tiny, COPIES), ["s2", "x", "s0"])
+    saved = yaml.safe_load((folder / "config.yaml").read_text())
+    saved["dataset_args"]["speed_perturb"] = False
+    (folder / "config.yaml").write_text(yaml.safe_dump(saved))
+    with pytest.raises(ValueError, match="9 rows, .* 1 speeds"):
+        start(tiny, find_source(folder))
+    (folder / "config.yaml").write_text(yaml.safe_dump({**saved, "do_lm": True}))
+    state, report = start(tiny, find_source(folder))
+    assert report.rows_by_name == 2
+    before = rows_of(folder / "models" / "avg_model.pt")
+    assert torch.equal(state["projection.weight"][[2, 0]], before[[0, 2]])
+
+
 def test_without_a_speaker_list_all_prototypes_are_new(tiny, source_dir, tmp_path):
     folder = tmp_path / "wespeaker"
     folder.mkdir()
@@ -176,6 +191,15 @@ def test_without_a_speaker_list_all_prototypes_are_new(tiny, source_dir, tmp_pat
     shutil.copy(source_dir / "config.yaml", folder)
     report = start(tiny, find_source(folder))[1]
     assert (report.rows_by_name, report.rows_from_means, report.rows_dropped) == (0, 10, 5)
+
+
+def test_nothing_is_embedded_where_all_are_known(tiny, source_dir, monkeypatch):
+    speakers = [f"s{i}" for i in range(10)]
+    folder = make_experiment(source_dir.parent / "all", load_config(tiny, ALL), speakers[::-1])
+    monkeypatch.setattr(SpeakerNet, "embed", None)
+    state, report = start(tiny, find_source(folder))
+    before = rows_of(folder / "models" / "avg_model.pt")
+    assert torch.equal(state["projection.weight"], before.flip(0)) and report.rows_by_name == 10
 
 
 def test_subcentres_are_not_taken_for_speed_copies(tiny, tmp_path):

