@@ -47,6 +47,9 @@ setup(
             "transformers>=5.24",
             "peft",
             "imageio-ffmpeg",
+            "onnx",  # what an exported model is run with
+            "onnxscript",
+            "onnxruntime",
             "kaldi-native-fbank",
             "lmdb",
             "espeakng-loader",

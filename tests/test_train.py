@@ -17,7 +17,7 @@ import torch
 
 from wespeaker_qmargin import adapter
 from wespeaker_qmargin.config import load_config
-from wespeaker_qmargin.model import SpeakerNet, read_checkpoint
+from wespeaker_qmargin.model import SpeakerNet, average_epochs, read_checkpoint
 from wespeaker_qmargin.schedule import Schedules, build_optimizer, parameter_groups
 from wespeaker_qmargin.train import train
 
@@ -392,7 +392,7 @@ def test_large_margin_stage_keeps_the_rows_and_does_not_perturb(tiny, tmp_path):
     state = read_checkpoint(first / "models" / "model_1.pt")
     assert state["projection.weight"].shape[0] == 24
     words += ["--do_lm", "true", "--exp_dir", str(tmp_path / "lm")]
-    words += ["--checkpoint", str(first / "models" / "model_1.pt")]
+    words += ["--checkpoint", str(average_epochs(first, 1))]
     second = train(load_config(tiny, words))
     assert read_checkpoint(second / "models" / "model_1.pt")["projection.weight"].shape[0] == 24
     assert "no speed perturbation" in (second / "train.log").read_text()

@@ -22,6 +22,7 @@ from wespeaker_qmargin.lazy_sgd import LazySGD
 from wespeaker_qmargin.lists import read_utterances, speaker_labels
 from wespeaker_qmargin.model import (
     SpeakerNet,
+    checkpoint_epoch,
     from_wespeaker,
     full_state,
     load_checkpoint,
@@ -115,10 +116,24 @@ class Experiment:
             self._restore(state)
             return
         if config.checkpoint is not None:
-            load_checkpoint(self.net, config.checkpoint)
+            self._continue(Path(config.checkpoint))
         elif config.model_init is not None:
             load_checkpoint(self.net, config.model_init, head=False)
         _seed_everything(config.seed + accelerator.process_index)
+
+    def _continue(self, checkpoint: Path) -> None:
+        """Start from ``checkpoint``; from ``model_<N>.pt`` with epoch N + 1, as WeSpeaker does."""
+        load_checkpoint(self.net, checkpoint)
+        done = checkpoint_epoch(checkpoint) or 0
+        if done >= self.config.num_epochs:
+            raise ValueError(
+                f"{checkpoint}: is of epoch {done}, and num_epochs is {self.config.num_epochs}: "
+                "nothing is left to train; raise num_epochs, or give the file another name to "
+                "start with epoch 1"
+            )
+        if done:
+            logger.info("%s: going on with epoch %d, the optimiser anew", checkpoint, done + 1)
+        self.epoch = done + 1
 
     def _open_data(self) -> None:
         config, args = self.config, self.config.dataset_args

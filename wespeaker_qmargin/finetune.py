@@ -18,7 +18,7 @@ from accelerate import PartialState
 from wespeaker_qmargin.config import Config, make_config, overlay, read_config
 from wespeaker_qmargin.experiment import make_accelerator
 from wespeaker_qmargin.files import atomic_path, write_text
-from wespeaker_qmargin.model import SpeakerNet, to_wespeaker
+from wespeaker_qmargin.model import SpeakerNet, average_epochs, to_wespeaker
 from wespeaker_qmargin.train import train
 from wespeaker_qmargin.transfer import PROTOTYPES, Report, Source, find_source, transfer
 
@@ -171,7 +171,7 @@ def finetune(
     if prototype_epochs:
         first = prototype_config(config, prototype_epochs, prototype_lr)
         train(dataclasses.replace(first, checkpoint=str(start)), resume_run=resume_run)
-        start = Path(first.exp_dir) / "models" / f"model_{prototype_epochs}.pt"
+        start = average_epochs(first.exp_dir, 1)
     train(dataclasses.replace(config, checkpoint=str(start)), resume_run=resume_run)
     return exp_dir, report
 

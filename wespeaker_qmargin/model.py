@@ -224,13 +224,17 @@ def load_checkpoint(net: SpeakerNet, path, *, head: bool = True) -> None:
     net.load_state_dict(state, strict=head)
 
 
+def checkpoint_epoch(path) -> int | None:
+    """Return the N of a file ``model_<N>.pt``, None for another name."""
+    match = re.fullmatch(r"model_(\d+)\.pt", Path(path).name)
+    return int(match[1]) if match else None
+
+
 def numbered_checkpoints(exp_dir) -> dict[int, Path]:
     """Return epoch -> ``models/model_<epoch>.pt`` of an experiment, ascending."""
-    found = {}
-    for path in (Path(exp_dir) / "models").glob("model_*.pt"):
-        match = re.fullmatch(r"model_(\d+)\.pt", path.name)
-        if match:
-            found[int(match[1])] = path
+    paths = (Path(exp_dir) / "models").glob("model_*.pt")
+    found = {checkpoint_epoch(path): path for path in paths}
+    found.pop(None, None)
     return dict(sorted(found.items()))
 
 
