@@ -96,6 +96,9 @@ class Config:
     noise_data: str | None = None
     checkpoint: str | None = None
     # not upstream's
+    alpha_update: dict = field(default_factory=dict)  # ramps.alpha_ramp
+    scale_update: dict = field(default_factory=dict)  # ramps.scale_ramp
+    starvation: dict = field(default_factory=dict)  # guard.StarvationGuard
     device: str = "auto"
     amp_dtype: str = "bf16"
     accum_steps: int = 1

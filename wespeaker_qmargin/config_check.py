@@ -8,9 +8,11 @@ import torch
 
 from wespeaker_qmargin import adapter, features
 from wespeaker_qmargin.functional import zero_loss_gap
+from wespeaker_qmargin.guard import StarvationGuard
 from wespeaker_qmargin.head import QMarginProduct, auto_scale
 from wespeaker_qmargin.imported import constructor_arguments
 from wespeaker_qmargin.lazy_sgd import LazySGD
+from wespeaker_qmargin.ramps import alpha_ramp, scale_ramp
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +56,9 @@ _GIVEN = {
     "margin_update": ("model", "epoch_iter"),
     "optimizer_args": ("params",),
     "scheduler_args": ("optimizer", "num_epochs", "epoch_iter", "scale_ratio"),
+    "alpha_update": (),
+    "scale_update": (),
+    "starvation": ("schedules",),
     "dataset_args.fbank_args": ("wavs", "seeds", "sample_rate"),
     "dataset_args.spec_aug_args": ("features", "seeds"),
     "dataset_args.cmvn_args": ("features",),
@@ -168,6 +173,21 @@ def _check_kwargs(section: str, function, values: dict) -> None:
         raise ValueError(f"{section}.{needed[0]}: missing; {function.__name__} needs it")
 
 
+def _check_sparsity(config) -> None:
+    """What only Q-Margin has: schedules of alpha and scale, the guard of the active share."""
+    makers = {"alpha_update": alpha_ramp, "scale_update": scale_ramp, "starvation": StarvationGuard}
+    for section, maker in makers.items():
+        values = getattr(config, section)
+        if not values:
+            continue
+        if config.projection_args["project_type"] != "q_margin":
+            raise ValueError(f"{section}: is for project_type q_margin alone; remove it")
+        _check_kwargs(section, maker, values)
+        maker(**dict.fromkeys(_GIVEN[section]), **values)
+    if config.alpha_update and config.optimizer == "LazySGD":
+        raise ValueError("alpha_update: at alpha 1 all classes are active; LazySGD is not for that")
+
+
 def _check_head(config) -> None:
     args = config.projection_args
     adapter.check_projection_args(args)
@@ -178,6 +198,7 @@ def _check_head(config) -> None:
             args["margin"],
             final_margin,
         )
+    _check_sparsity(config)
     if args["project_type"] != "q_margin":
         return
     class_parallel = args.get("class_parallel", False)

@@ -271,6 +271,7 @@ class Experiment:
             "step_batch": self.step_batch,
             "speakers": list(self.labels),
             "metrics_size": metrics_size,
+            "narrowing": self.schedules.ramps.narrowing if self.schedules.ramps else 1.0,
         }
         resume.save_state(self.exp_dir, state)
 
@@ -287,5 +288,7 @@ class Experiment:
         if state["scaler"] is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
         self.epoch, self.step, self.best_eer = state["epoch"], state["step"], state["best_eer"]
+        if self.schedules.ramps is not None:
+            self.schedules.ramps.narrowing = state["narrowing"]
         resume.set_rng_state(state["generators"], self.accelerator.process_index)
         logger.info("resuming at epoch %d, step %d", self.epoch, self.step)

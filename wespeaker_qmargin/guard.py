@@ -1,9 +1,13 @@
-"""What stops a training run: a loss that is not finite, too many files that cannot be used."""
+"""What stops a training run, or turns it: a loss that is not finite, too many files that cannot be
+used, too few samples that still have a gradient.
+"""
 
 import logging
 
 import torch
 from torch import Tensor
+
+from wespeaker_qmargin.functional import zero_loss_gap
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +44,62 @@ class LossGuard:
             f"{', ...' if len(named) > 8 else ''}. Nothing was saved since. Lower the learning "
             "rate, set clip_grad_norm, or look at this audio; --resume goes on from the last state"
         )
+
+
+ACTIONS = ("warn", "widen", "stop")
+_NARROWEST = 0.02  # alpha - 1 below which widening is over: nearly CosFace
+
+
+class StarvationGuard:
+    """Sees that enough samples have a gradient; acts at most once an epoch.
+
+    Args:
+        schedules: has ``ramps``, whose ``narrowing`` ``widen`` halves: alpha nearer to 1 at the
+            same scale, so that the zero-loss gap ``exp(k m) / k`` grows (s 10, m 0.2: from 0.544 at
+            alpha 1.5 to 0.659 at 1.25).
+        min_active: smallest share of active samples, in (0, 1).
+        action: ``warn``, ``widen`` or ``stop``.
+    """
+
+    def __init__(self, schedules, *, min_active: float = 0.2, action: str = "warn"):
+        if not 0 < min_active < 1:
+            raise ValueError(f"starvation.min_active: expected a share in (0, 1), got {min_active}")
+        if action not in ACTIONS:
+            raise ValueError(
+                f"starvation.action: expected one of {', '.join(ACTIONS)}, got {action!r}"
+            )
+        self._schedules, self._least, self._action = schedules, min_active, action
+        self._epoch = None
+
+    def starves(self, active: float, head, epoch: int) -> bool:
+        """Take the active share of an interval, warn or widen; return whether to stop."""
+        if active >= self._least or self._epoch == epoch:
+            return False
+        self._epoch = epoch
+        logger.warning(
+            "epoch %d: only %.1f %% of the samples have a gradient, less than "
+            "starvation.min_active %g: the others are won (zero-loss gap %.3f)",
+            epoch,
+            100 * active,
+            self._least,
+            _gap(head),
+        )
+        if self._action == "widen":
+            self._widen(head)
+        return self._action == "stop"
+
+    def _widen(self, head) -> None:
+        ramps = self._schedules.ramps
+        if (head.alpha - 1) / 2 < _NARROWEST:
+            logger.warning("alpha %g is nearly CosFace: not widened further", head.alpha)
+            return
+        ramps.narrowing /= 2
+        head.update_alpha(1 + (head.alpha - 1) / 2, head.scale)
+        logger.info("starvation: alpha is %g now, zero-loss gap %.3f", head.alpha, _gap(head))
+
+
+def _gap(head) -> float:
+    return zero_loss_gap(alpha=head.alpha, scale=head.scale, margin=head.margin)
 
 
 class FileGuard:

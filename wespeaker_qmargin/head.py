@@ -21,6 +21,7 @@ IMPLS = ("auto", "dense", "streaming", "top_k")
 # the Odyssey 2026 paper recommends: (20, 1.25), (10, 1.5), (5, 2).
 _AUTO_PRODUCT = 5.0
 _AUTO_CEILING = 32.0
+_DENSE_ONLY = "impl top_k and sparse_grad need alpha > 1: at 1 all classes are active"
 
 
 def auto_scale(alpha: float) -> float:
@@ -77,18 +78,13 @@ class QMarginProduct(nn.Module):
         mixed_precision: bool = False,
     ):
         super().__init__()
-        alpha = float(alpha)
-        if not 1 <= alpha <= 2:
-            raise ValueError(f"alpha must be in [1, 2] (1 is CosFace, 2 the sparsest), got {alpha}")
-        scale = auto_scale(alpha) if scale == "auto" else _positive("scale", scale)
+        alpha, scale = _alpha_and_scale(alpha, scale)
         if impl not in IMPLS:
             raise ValueError(f"impl must be one of {', '.join(IMPLS)}, got {impl!r}")
         if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1:
             raise ValueError(f"top_k must be an integer >= 1, got {top_k!r}")
         if alpha == 1 and (impl == "top_k" or sparse_grad):
-            raise ValueError(
-                "impl top_k and sparse_grad need alpha > 1: at 1 all classes are active"
-            )
+            raise ValueError(_DENSE_ONLY)
         if impl == "dense" and sparse_grad:
             raise ValueError("sparse_grad: the dense impl has a dense gradient; use another impl")
         self.in_features = in_features
@@ -114,6 +110,15 @@ class QMarginProduct(nn.Module):
         if not (math.isfinite(margin) and margin >= 0):
             raise ValueError(f"margin must be a finite number >= 0, got {margin}")
         self.margin = margin
+
+    def update_alpha(self, alpha: float, scale: float | str = "auto") -> None:
+        """Set alpha and scale, as the constructor does; for a schedule of both."""
+        alpha, scale = _alpha_and_scale(alpha, scale)
+        if alpha == 1 and (self.impl == "top_k" or self.sparse_grad):
+            raise ValueError(_DENSE_ONLY)
+        if (alpha == 1) != (self.alpha == 1):
+            self._fastest.clear()  # other forms are the fastest
+        self.alpha, self.scale = alpha, scale
 
     def forward(self, input: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``(scores, loss)`` for embeddings (B, D) and labels (B,): WeSpeaker's contract.
@@ -243,6 +248,13 @@ class QMarginProduct(nn.Module):
             f"alpha={self.alpha:g}, scale={self.scale:g}, margin={self.margin:g}, "
             f"impl={self.impl}, zero_loss_gap={gap:.3f}"
         )
+
+
+def _alpha_and_scale(alpha, scale) -> tuple[float, float]:
+    alpha = float(alpha)
+    if not 1 <= alpha <= 2:
+        raise ValueError(f"alpha must be in [1, 2] (1 is CosFace, 2 the sparsest), got {alpha}")
+    return alpha, auto_scale(alpha) if scale == "auto" else _positive("scale", scale)
 
 
 def _positive(name: str, value) -> float:

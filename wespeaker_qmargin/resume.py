@@ -34,6 +34,9 @@ _FREE_KEYS = {
     "dataloader_args.pin_memory",
     "dataloader_args.prefetch_factor",
     "dataset_args.max_bad_share",
+    "starvation",
+    "starvation.min_active",
+    "starvation.action",
 }
 
 

@@ -4,8 +4,10 @@ import torch
 from torch import nn
 
 from wespeaker_qmargin import adapter
+from wespeaker_qmargin.head import QMarginProduct
 from wespeaker_qmargin.lazy_sgd import LazySGD
 from wespeaker_qmargin.model import to_wespeaker
+from wespeaker_qmargin.ramps import HeadRamps
 
 
 def parameter_groups(net: nn.Module, lr_ratio: dict[str, float]) -> list[dict]:
@@ -59,7 +61,9 @@ def build_optimizer(net: nn.Module, config) -> torch.optim.Optimizer:
 
 
 class Schedules:
-    """WeSpeaker's learning-rate and margin schedules, as functions of the iteration.
+    """WeSpeaker's learning-rate and margin schedules, alpha's and scale's: functions of the step.
+
+    ``ramps`` sets alpha and scale; None where the head has none.
 
     Args:
         net: has the head as ``.projection``.
@@ -83,14 +87,20 @@ class Schedules:
             model=net, **{**config.margin_update, "epoch_iter": epoch_iter}
         )
         self.lr = 0.0
+        self.ramps = None
+        if isinstance(net.projection, QMarginProduct):
+            self.ramps = HeadRamps(net.projection, config, epoch_iter=epoch_iter)
+            self.ramps.step(0)
 
     def step(self, iteration: int) -> None:
-        """Set learning rates and margin for optimiser step ``iteration`` (from 0)."""
+        """Set all of them for optimiser step ``iteration`` (from 0)."""
         self._lr.step(iteration)
         self.lr = self._lr.get_lr()  # before the ratios: upstream writes one rate into every group
         for group in self._optimizer.param_groups:
             group["lr"] *= group["lr_ratio"]
         self._margin.step(iteration)
+        if self.ramps is not None:
+            self.ramps.step(iteration)
 
     @property
     def margin(self) -> float:

@@ -12,7 +12,7 @@ from wespeaker_qmargin import resume
 from wespeaker_qmargin.config import Config, load_config
 from wespeaker_qmargin.data import Batch
 from wespeaker_qmargin.experiment import Experiment, make_accelerator
-from wespeaker_qmargin.guard import FileGuard, LossGuard
+from wespeaker_qmargin.guard import FileGuard, LossGuard, StarvationGuard
 from wespeaker_qmargin.train_log import Interval, TrainLog, log_file
 from wespeaker_qmargin.validate import validation_eer
 
@@ -30,7 +30,8 @@ def train(config: Config, *, resume_run: bool = False) -> Path:
         resume_run: continue the run that ``exp_dir`` holds (start it, if it holds none).
 
     Raises:
-        ValueError: an ``exp_dir`` in use, unusable data, a loss that is not finite.
+        ValueError: an ``exp_dir`` in use, unusable data, a loss that is not finite, too few active
+            samples where ``starvation.action`` is ``stop``.
     """
     for key in ("exp_dir", "train_data"):
         if getattr(config, key) is None:
@@ -71,6 +72,9 @@ class _Training:
         self.losses = LossGuard()
         share = self.config.dataset_args.max_bad_share
         self.files = FileGuard(len(experiment.train_set), share)
+        self.starvation = None
+        if self.config.starvation:
+            self.starvation = StarvationGuard(experiment.schedules, **self.config.starvation)
 
     def run(self) -> None:
         while self.at.epoch <= self.config.num_epochs:
@@ -138,9 +142,19 @@ class _Training:
             "lr": self.at.schedules.lr,
             "margin": self.at.schedules.margin,
         }
+        values["effective_batch"] = values["active"] * self.at.step_batch
+        head = self.at.net.projection
+        if self.at.schedules.ramps is not None:
+            values |= {"alpha": head.alpha, "scale": head.scale}
         if self.log is not None:
             self.log.record(values)
             self.log.train_line(values)
+        if self.starvation and self.starvation.starves(values["active"], head, self.at.epoch):
+            self._save_state()
+            raise ValueError(
+                f"starvation.action stop, at {self._where()}: lower alpha or raise the margin, and "
+                "go on from models/ in a new exp_dir; or --resume without starvation"
+            )
 
     def _end_epoch(self) -> None:
         at, config = self.at, self.config

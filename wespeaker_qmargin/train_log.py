@@ -76,14 +76,15 @@ class TrainLog:
             (self._total_steps - values["step"]) * (time.monotonic() - self._start) / max(done, 1)
         )
         logger.info(
-            "epoch %d step %d/%d loss %.4f acc %.3f active %.3f support %.1f margin %.3f "
-            "lr %.3g grad %.3g %.0f utt/s eta %s",
+            "epoch %d step %d/%d loss %.4f acc %.3f active %.3f effective batch %.0f support %.1f "
+            "margin %.3f lr %.3g grad %.3g %.0f utt/s eta %s",
             values["epoch"],
             values["step"],
             self._total_steps,
             values["loss"],
             values["accuracy"],
             values["active"],
+            values["effective_batch"],
             values["support"],
             values["margin"],
             values["lr"],
