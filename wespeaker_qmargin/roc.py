@@ -142,13 +142,42 @@ def bootstrap(
 ) -> np.ndarray:
     """Return 95 % percentile intervals (K, 2) of the K numbers ``statistics(roc)``.
 
+    Arguments and errors are those of ``replicate``.
+    """
+    values = replicate(
+        *(scores, is_target, enroll_speaker, test_speaker, statistics),
+        replicates=replicates,
+        seed=seed,
+    )
+    return interval(values).T
+
+
+def interval(values) -> np.ndarray:
+    """Return the ends (2, ...) of the 95 % percentile interval of replicates (R, ...)."""
+    tail = 50 * (1 - INTERVAL)
+    return np.percentile(values, [tail, 100 - tail], axis=0)
+
+
+def replicate(
+    scores,
+    is_target,
+    enroll_speaker: Sequence[str],
+    test_speaker: Sequence[str],
+    statistics: Callable[[Roc], Sequence[float]],
+    *,
+    replicates: int = 1000,
+    seed: int = 0,
+) -> np.ndarray:
+    """Return the K numbers ``statistics(roc)`` of each bootstrap replicate, (R, K).
+
     In each replicate the S speakers are drawn S times with replacement. With n_i the times that
-    speaker i came, a target trial of i weighs n_i and a non-target trial of i and j n_i n_j.
+    speaker i came, a target trial of i weighs n_i and a non-target trial of i and j n_i n_j. The
+    draws depend on ``seed`` and S alone, so those of two systems on the same trials are paired.
 
     Raises:
         ValueError: as ``roc``; a label that the speakers contradict.
         TooFewSpeakers: fewer than 10; more than one replicate in 20 without target or non-target
-            trials.
+            trials (fewer are left out).
     """
     scores, is_target = _checked(scores, is_target)
     enroll, test, num_speaker = _speaker_index(enroll_speaker, test_speaker, is_target)
@@ -167,8 +196,7 @@ def bootstrap(
             f"{replicates - len(values)} of {replicates} bootstrap replicates drew no target or no "
             "non-target trial: too few speakers have them for an interval"
         )
-    tail = 50 * (1 - INTERVAL)
-    return np.percentile(np.array(values), [tail, 100 - tail], axis=0).T
+    return np.array(values)
 
 
 def _checked(scores, is_target) -> tuple[np.ndarray, np.ndarray]:
