@@ -7,7 +7,7 @@ import pytest
 
 from wespeaker_qmargin import cli
 
-COMMANDS = ["train", "average", "extract", "score", "metrics", "report"]
+COMMANDS = list(cli._COMMANDS)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -6,7 +6,8 @@ import sys
 
 from torch import nn
 
-from wespeaker_qmargin.head import QMarginProduct
+from wespeaker_qmargin.functional import zero_loss_gap
+from wespeaker_qmargin.head import QMarginProduct, auto_scale
 from wespeaker_qmargin.imported import WaveFrontend, build_imported, imported_class
 from wespeaker_qmargin.mhfa import MHFA
 from wespeaker_qmargin.parallel import ClassParallelQMargin
@@ -89,6 +90,19 @@ def check_projection_args(args: dict) -> None:
         )
 
 
+def scale_warning(alpha: float, scale: float, margin: float) -> str | None:
+    """Return what a scale far from ``auto`` means, as one kept from CosFace; else None."""
+    auto = auto_scale(alpha)
+    if auto / 1.5 <= scale <= auto * 1.5:
+        return None
+    gap = zero_loss_gap(alpha=alpha, scale=scale, margin=margin)
+    return (
+        f"projection_args.scale {scale:g} at alpha {alpha:g}: s (alpha - 1) = "
+        f"{scale * (alpha - 1):.3g}, a sample counts as won from a cosine gap of {gap:.3g} on. To "
+        f"train with the recommended s (alpha - 1) = 5, write 'scale: auto' ({auto:g})"
+    )
+
+
 def get_projection(args: dict) -> nn.Module:
     """Build the head that ``args`` (WeSpeaker's ``projection_args``) asks for, with margin 0.
 
@@ -145,7 +159,9 @@ def unregister() -> None:
         if hasattr(current, "_qmargin_upstream"):
             _rebind(current, current._qmargin_upstream)
     known = vars(sys.modules["wespeaker.frontend"]).get("frontend_class_dict", {})
-    known.pop("wavlm", None)
+    for name, frontend in SSL_FRONTENDS.items():
+        if known.get(name) is frontend:
+            del known[name]
 
 
 _registered = False
@@ -170,10 +186,11 @@ def _own_or_upstream(upstream, name: str):
 
 
 def _add_frontends(package) -> None:
-    """Add WavLM to what upstream's trainer knows, where that package is really loaded."""
+    """Add ours to what upstream's trainer knows, where that package is really loaded."""
     known = vars(package).get("frontend_class_dict")
     if _registered and known is not None:
-        known.setdefault("wavlm", WavLMFrontend)
+        for name, frontend in SSL_FRONTENDS.items():
+            known.setdefault(name, frontend)  # a w2vbert of its own stays
 
 
 after_loading.append(_add_frontends)

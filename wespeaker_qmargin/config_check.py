@@ -7,9 +7,8 @@ from pathlib import Path
 import torch
 
 from wespeaker_qmargin import adapter, features
-from wespeaker_qmargin.functional import zero_loss_gap
 from wespeaker_qmargin.guard import StarvationGuard
-from wespeaker_qmargin.head import QMarginProduct, auto_scale
+from wespeaker_qmargin.head import QMarginProduct
 from wespeaker_qmargin.imported import constructor_arguments
 from wespeaker_qmargin.lazy_sgd import LazySGD
 from wespeaker_qmargin.ramps import alpha_ramp, scale_ramp
@@ -216,16 +215,6 @@ def _check_head(config) -> None:
         head = QMarginProduct(1, 1, **keywords, margin=final_margin)
     except (TypeError, ValueError) as error:
         raise ValueError(f"projection_args: {error}") from error
-    auto = auto_scale(head.alpha)
-    if not auto / 1.5 <= head.scale <= auto * 1.5:
-        gap = zero_loss_gap(alpha=head.alpha, scale=head.scale, margin=final_margin)
-        logger.warning(
-            "projection_args.scale %g at alpha %g: s (alpha - 1) = %.3g, a sample counts as won "
-            "from a cosine gap of %.3g on. To train with the recommended s (alpha - 1) = 5, write "
-            "'scale: auto' (%g)",
-            head.scale,
-            head.alpha,
-            head.scale * (head.alpha - 1),
-            gap,
-            auto,
-        )
+    warning = adapter.scale_warning(head.alpha, head.scale, final_margin)
+    if warning:
+        logger.warning("%s", warning)

@@ -108,6 +108,50 @@ def training_svg(series: dict[str, dict], *, order: Sequence[str]) -> str:
     return buffer.getvalue()
 
 
+def heat_maps_svg(title: str, cells: dict[tuple[float, float, float], float]) -> str:
+    """Return an ablation as heat maps, margin over alpha, a panel a scale; every cell has a number.
+
+    One scale of colours, logarithmic, as the worst cells may be ten times the best.
+
+    Args:
+        cells: (alpha, scale, margin) -> value; NaN is a cell that is not finished.
+
+    Reference: Mošner, Koutsianos, Stafylakis, "Beyond CosFace", Odyssey 2026, Figures 1 and 2.
+    """
+    from matplotlib.colors import LogNorm
+
+    alphas, scales, margins = (sorted(set(axis)) for axis in zip(*cells))
+    positive = [value for value in cells.values() if value > 0]
+    low, high = (min(positive), max(positive)) if positive else (1, 10)
+    norm = LogNorm(low, max(high, 1.01 * low))
+    width = 0.75 * len(alphas) + 0.3
+    size = (len(scales) * width + 0.8, 0.45 * len(margins) + 1.3)
+    with _figure(*size) as (figure, buffer):
+        figure.suptitle(title, x=0.01, ha="left", weight="bold")
+        for number, scale in enumerate(scales):
+            axes = figure.add_subplot(1, len(scales), number + 1)
+            grid = [[cells.get((a, scale, m), math.nan) for a in alphas] for m in margins]
+            _draw_cells(axes, np.array(grid, dtype=float), norm)
+            axes.set_title(f"scale {scale:g}")
+            axes.set_xticks(range(len(alphas)), [f"{alpha:g}" for alpha in alphas])
+            axes.set_yticks(range(len(margins)), [f"{margin:g}" for margin in margins])
+            axes.set_xlabel("alpha")
+            if number == 0:
+                axes.set_ylabel("margin m")
+    return buffer.getvalue()
+
+
+def _draw_cells(axes, values: np.ndarray, norm) -> None:
+    axes.imshow(np.ma.masked_invalid(values), cmap="cividis_r", norm=norm, aspect="auto")
+    for (row, column), value in np.ndenumerate(values):
+        dark = value > 0 and norm(value) > 0.5
+        text = f"{value:.3g}" if np.isfinite(value) else "-"
+        axes.text(column, row, text, ha="center", va="center", color="white" if dark else "black")
+    axes.grid(False)
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0, labelcolor=GREY)
+
+
 @contextmanager
 def _figure(width: float, height: float):
     """Yield an empty figure and the buffer that holds its SVG after the block."""
