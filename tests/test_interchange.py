@@ -1,8 +1,14 @@
 """Checkpoints both ways: WeSpeaker's trainer and ours, its exports of what we train."""
 
+import json
 import logging
+import os
 import re
+import shutil
+import subprocess
+import sys
 
+import kaldiio
 import numpy as np
 import onnxruntime
 import pytest
@@ -13,6 +19,7 @@ from torch import nn
 from wespeaker_qmargin import adapter
 from wespeaker_qmargin.config import load_config
 from wespeaker_qmargin.experiment import Experiment, make_accelerator
+from wespeaker_qmargin.extract import extract_experiment
 from wespeaker_qmargin.model import average_epochs, read_checkpoint
 from wespeaker_qmargin.train import train
 from wespeaker_qmargin.upstream import wespeaker_module
@@ -144,3 +151,81 @@ def test_onnx(trained, tmp_path):
         (found,) = session.run(["embs"], {"feats": frames})
         expected = model(torch.from_numpy(frames))[-1] - mean
         np.testing.assert_allclose(found, expected.detach(), atol=1e-4)
+
+
+# --- WeSpeaker's own programs, with a checkout ---------------------------------------------------
+
+
+@pytest.fixture
+def launched(trained, corpus):
+    """A function that runs a script of the checkout's, unchanged, with the launcher."""
+
+    def launched(script: str, *words) -> None:
+        command = [sys.executable, "-m", "wespeaker_qmargin.launch", script, *map(str, words)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-2000:]
+
+    if "WESPEAKER_ROOT" not in os.environ:
+        pytest.skip("needs a WeSpeaker checkout in WESPEAKER_ROOT")
+    pytest.importorskip("fire", reason="WeSpeaker's scripts need fire")
+    return launched
+
+
+def ours(trained, corpus) -> dict[str, np.ndarray]:
+    scp = extract_experiment(
+        trained, data_type="kaldi", data=str(corpus), out_dir=trained / "ours", device="cpu"
+    )
+    return dict(kaldiio.load_scp(str(scp)))
+
+
+@pytest.mark.checkout
+def test_extraction_by_both(trained, corpus, launched, tmp_path):
+    lines = []
+    for line in (corpus / "wav.scp").read_text().splitlines():
+        key, path = line.split(maxsplit=1)
+        lines.append(json.dumps({"key": key, "wav": path, "spk": key.split("-")[0]}) + "\n")
+    (tmp_path / "raw.list").write_text("".join(lines))
+    words = ["--config", trained / "config.yaml", "--model_path", trained / "models/avg_model.pt"]
+    words += ["--data_type", "raw", "--data_list", tmp_path / "raw.list", "--num_workers", "1"]
+    words += ["--embed_ark", tmp_path / "theirs.ark", "--batch_size", "1"]
+    launched("extract.py", *words)
+    theirs = dict(kaldiio.load_scp(str(tmp_path / "theirs.scp")))
+    found = ours(trained, corpus)
+    assert theirs.keys() == found.keys() and len(found) == 60
+    for key, embedding in theirs.items():
+        np.testing.assert_allclose(found[key], embedding, atol=1e-5 * np.abs(embedding).max())
+
+
+@pytest.mark.checkout
+def test_load_model_by_hand(trained, corpus, launched, tmp_path):
+    pytest.importorskip("silero_vad", reason="WeSpeaker's command line needs silero_vad")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    shutil.copy(trained / "config.yaml", folder)
+    shutil.copy(trained / "models" / "avg_model.pt", folder)
+    keys = ["s0-0", "s3-2"]
+    script = tmp_path / "embed.py"
+    script.write_text(
+        "import sys, numpy, wespeaker\n"
+        "model = wespeaker.load_model(sys.argv[1])\n"
+        "numpy.save(sys.argv[2], [model.extract_embedding(x).numpy() for x in sys.argv[3:]])\n"
+    )
+    wavs = [corpus / f"{key}.wav" for key in keys]
+    launched(script, folder, tmp_path / "theirs.npy", *wavs)
+    found = ours(trained, corpus)
+    for key, embedding in zip(keys, np.load(tmp_path / "theirs.npy")):
+        np.testing.assert_allclose(found[key], embedding, atol=1e-5 * np.abs(embedding).max())
+
+
+@pytest.mark.checkout
+def test_export_scripts(trained, launched, tmp_path):
+    words = ["--config", trained / "config.yaml"]
+    words += ["--checkpoint", trained / "models" / "avg_model.pt"]
+    launched("export_jit.py", *words, "--output_file", tmp_path / "final.zip")
+    launched("export_onnx.py", *words, "--output_model", tmp_path / "model.onnx")
+    model, frames = load_as_wespeaker(trained), torch.randn(2, 90, 80)
+    expected = model(frames)[-1]
+    torch.testing.assert_close(torch.jit.load(tmp_path / "final.zip")(frames)[-1], expected)
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    (found,) = session.run(["embs"], {"feats": frames.numpy()})
+    np.testing.assert_allclose(found, expected.detach(), atol=1e-4)

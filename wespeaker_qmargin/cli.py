@@ -9,13 +9,22 @@ from wespeaker_qmargin import __version__
 
 # command: (module, what it does)
 _COMMANDS = {
+    "plan": ("plan", "say what alpha, scale and margin mean, before anything is trained"),
+    "probe": ("probe", "say how many samples a checkpoint has won already, before fine-tuning"),
     "train": ("train", "train a backbone with a head, as a WeSpeaker YAML says"),
     "finetune": ("finetune", "train a checkpoint further, on other speakers: new prototypes first"),
+    "swap": ("swap", "write a YAML beside yours whose head is Q-Margin; say what that changes"),
     "average": ("model", "average the last checkpoints into avg_model.pt"),
+    "audit": ("audit", "list hard and mislabelled training utterances, to listen to"),
     "extract": ("extract", "write embeddings of whole utterances as xvector.ark/scp"),
     "score": ("score", "score trials by cosine, with AS-Norm or S-Norm"),
     "metrics": ("metrics", "EER, minDCF, FNR at FPR, with speaker-level intervals"),
+    "grid": ("grid", "many trainings of one study, each once; one table, heat maps"),
+    "compare": ("compare", "is one system better than another: paired intervals, p, seeds"),
     "report": ("report", "one HTML page: results, DET curves, training curves"),
+    "enable": ("enable", "make plain `python wespeaker/bin/train.py` know Q-Margin here"),
+    "disable": ("enable", "undo enable"),
+    "status": ("enable", "say whether it is enabled"),
 }
 
 
@@ -47,7 +56,7 @@ def main(words: list[str] | None = None) -> int:
     args, rest = stage.parse_known_args(chosen.arguments)
     if rest and not hasattr(args, "overrides"):
         stage.error(f"unknown arguments: {' '.join(rest)}")
-    args.overrides = rest
+    args.overrides, args.command = rest, chosen.command
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("wespeaker_qmargin").setLevel(logging.INFO)
     try:
