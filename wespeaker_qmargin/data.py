@@ -5,6 +5,7 @@ order of `wespeaker_qmargin.order` a resumed run sees what an uninterrupted one 
 number of workers.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from itertools import chain, groupby
@@ -46,9 +47,10 @@ class Sample(NamedTuple):
 class Batch(NamedTuple):
     """``wavs`` float32 (B, T) in [-1, 1], ``labels`` and ``seeds`` int64 (B,), ``keys``.
 
-    ``seeds`` are for what is drawn later (dither, SpecAugment). ``problems`` and ``too_short`` tell
-    what another item was taken for, as ``key: path: reason``: files that could not be read, and
-    utterances below ``min_num_frames``.
+    ``wavs`` may be filter banks (B, frames, bands) instead, see `collate`. ``seeds`` are for what
+    is drawn later (dither, SpecAugment). ``problems`` and ``too_short`` tell what another item was
+    taken for, as ``key: path: reason``: files that could not be read, and utterances below
+    ``min_num_frames``.
     """
 
     wavs: Tensor
@@ -206,11 +208,12 @@ def _frame_milliseconds(args) -> tuple[float, float]:
     return length or settings.get("frame_length", 25), shift or settings.get("frame_shift", 10)
 
 
-def collate(samples: Sequence[Sample]) -> Batch:
-    """Stack samples into a `Batch`."""
+def collate(samples: Sequence[Sample], *, features=None) -> Batch:
+    """Stack samples into a `Batch`; ``features(wavs, seeds)`` takes the place of the waveforms."""
     wavs, labels, seeds, keys, problems, too_short = zip(*samples)
+    wavs = torch.stack(wavs)
     return Batch(
-        torch.stack(wavs),
+        wavs if features is None else features(wavs, seeds),
         torch.tensor(labels, dtype=torch.int64),
         torch.tensor(seeds, dtype=torch.int64),
         list(keys),
@@ -219,16 +222,19 @@ def collate(samples: Sequence[Sample]) -> Batch:
     )
 
 
-def train_loader(train_set: TrainSet, batches: EpochBatches, dataloader_args) -> DataLoader:
+def train_loader(
+    train_set: TrainSet, batches: EpochBatches, dataloader_args, *, features=None
+) -> DataLoader:
     """Return a loader of `Batch`.
 
-    ``dataloader_args`` has the attributes ``num_workers``, ``pin_memory``, ``prefetch_factor``.
+    ``dataloader_args`` has the attributes ``num_workers``, ``pin_memory``, ``prefetch_factor``;
+    ``features`` is `collate`'s.
     """
     num_workers = dataloader_args.num_workers
     return DataLoader(
         train_set,
         batch_sampler=batches,
-        collate_fn=collate,
+        collate_fn=functools.partial(collate, features=features),
         num_workers=num_workers,
         pin_memory=dataloader_args.pin_memory,
         # torch takes no number here without workers

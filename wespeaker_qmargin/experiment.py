@@ -1,6 +1,7 @@
 """What a run consists of: data, network, optimiser, schedules; where it stands; saving that."""
 
 import dataclasses
+import functools
 import logging
 import os
 import random
@@ -23,6 +24,7 @@ from wespeaker_qmargin.lists import read_utterances, speaker_labels
 from wespeaker_qmargin.model import (
     SpeakerNet,
     checkpoint_epoch,
+    filter_banks,
     from_wespeaker,
     full_state,
     load_checkpoint,
@@ -229,7 +231,11 @@ class Experiment:
             block=self.train_set.block,
             shuffle=config.dataset_args.shuffle,
         )
-        return iter(train_loader(self.train_set, batches, config.dataloader_args))
+        # on a CPU a worker has as much time for filter banks as this process
+        in_worker = accelerator.device.type == "cpu" and config.dataset_args.frontend == "fbank"
+        features = functools.partial(filter_banks, config.dataset_args) if in_worker else None
+        args = config.dataloader_args
+        return iter(train_loader(self.train_set, batches, args, features=features))
 
     def save_model(self, name: str) -> None:
         """Write the network as it is, to ``name`` in ``exp_dir``; every process calls."""

@@ -80,23 +80,15 @@ class SpeakerNet(nn.Module):
         """Return the backbone's input for waveforms (B, T) in [-1, 1].
 
         ``seeds``, one a sample, drive dither and SpecAugment in training; without them: neither.
+        Filter banks (B, frames, bands) that ``filter_banks`` has made are passed through.
         """
-        args = self.dataset_args
-        if self.frontend is not None:
-            lengths = None  # all of one length; upstream's front-ends want to be told
-            if not isinstance(self.frontend, SslFrontend):
-                lengths = torch.full((len(wavs),), wavs.shape[1], device=wavs.device)
-            frames, _ = self.frontend(wavs, lengths)
-        else:
-            # upstream's default in training; an embedding is extracted without
-            dither = args.fbank_args.get("dither", 1.0) if seeds is not None else 0.0
-            fbank_args = {**args.fbank_args, "dither": dither, "sample_rate": args.resample_rate}
-            frames = fbank(wavs, seeds=seeds, **fbank_args)
-        if args.cmvn:
-            frames = apply_cmvn(frames, **args.cmvn_args)
-        if args.spec_aug and seeds is not None:
-            frames = spec_aug(frames, seeds, **args.spec_aug_args)
-        return frames
+        if self.frontend is None:
+            return wavs if wavs.dim() == 3 else filter_banks(self.dataset_args, wavs, seeds)
+        lengths = None  # all of one length; upstream's front-ends want to be told
+        if not isinstance(self.frontend, SslFrontend):
+            lengths = torch.full((len(wavs),), wavs.shape[1], device=wavs.device)
+        frames, _ = self.frontend(wavs, lengths)
+        return _normalised(self.dataset_args, frames, seeds)
 
     def embed(self, wavs: Tensor, seeds: Sequence[int] | None = None) -> Tensor:
         """Return embeddings (B, D) of waveforms (B, T)."""
@@ -116,6 +108,25 @@ class SpeakerNet(nn.Module):
         if loss is None:
             loss = self.criterion(scores.float(), labels)
         return loss, _dense_statistics(scores.detach(), labels)
+
+
+def filter_banks(args, wavs: Tensor, seeds: Sequence[int] | None = None) -> Tensor:
+    """Return the filter banks (B, frames, bands) of waveforms as ``dataset_args`` say.
+
+    ``seeds`` as of ``SpeakerNet.features``.
+    """
+    # upstream's default in training; an embedding is extracted without
+    dither = args.fbank_args.get("dither", 1.0) if seeds is not None else 0.0
+    fbank_args = {**args.fbank_args, "dither": dither, "sample_rate": args.resample_rate}
+    return _normalised(args, fbank(wavs, seeds=seeds, **fbank_args), seeds)
+
+
+def _normalised(args, frames, seeds):
+    if args.cmvn:
+        frames = apply_cmvn(frames, **args.cmvn_args)
+    if args.spec_aug and seeds is not None:
+        frames = spec_aug(frames, seeds, **args.spec_aug_args)
+    return frames
 
 
 def _dense_statistics(scores: Tensor, labels: Tensor) -> Statistics:
