@@ -181,7 +181,7 @@ def test_package_init_runs_when_it_is_used_and_once(fake_checkout):
         from wespeaker.frontend import *
         assert classes == {} and sys.frontend_ran and sys.heavy == 1
         from wespeaker.frontend import frontend_class_dict
-        assert list(frontend_class_dict) == ["wavlm", "w2vbert"], "added when the package was loaded"
+        assert list(frontend_class_dict) == ["wavlm", "w2vbert"], "added when it was loaded"
         from wespeaker.models.speaker_model import get_speaker_model
         assert get_speaker_model("MHFA").__name__ == "MHFA"
         assert get_speaker_model("ResNet34") == "theirs"
