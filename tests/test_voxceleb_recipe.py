@@ -1,4 +1,4 @@
-"""The VoxCeleb recipes themselves, every stage, with tiny networks on synthetic voices."""
+"""The VoxCeleb recipes themselves, every stage, with tiny networks on a few real speakers."""
 
 import csv
 import json
@@ -8,8 +8,14 @@ import sys
 import pytest
 import torch
 import yaml
-from conftest import ROOT
-from fake_voxceleb import synthetic_voices, utterances, wav_bytes, write_archives
+from conftest import ROOT, find_minivox
+from fake_voxceleb import (
+    minivox_voices,
+    synthetic_voices,
+    utterances,
+    wav_bytes,
+    write_archives,
+)
 from test_recipe import bash
 
 from wespeaker_qmargin import adapter
@@ -45,9 +51,13 @@ def succeed(script: str, *words):
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """(data, downloads): archives in their own layout, VoxCeleb2 as if it were converted."""
+    """(data, downloads): archives in their own layout, VoxCeleb2 as if it were converted.
+
+    The voices are minivox's, or where that is not, synthetic ones.
+    """
     folder = tmp_path_factory.mktemp("voxceleb recipe")  # a space in the path
-    voices = synthetic_voices(dev=20, test=40, vox2=100, takes=6)
+    minivox, sizes = find_minivox(), {"dev": 20, "test": 30, "vox2": 20, "takes": 6}
+    voices = minivox_voices(minivox, **sizes) if minivox else synthetic_voices(**sizes)
     write_archives(folder / "downloads", voices, ffmpeg=None)
     for key, wav in utterances("vox2_dev", voices["vox2_dev"]).items():
         path = folder / "data" / "raw_data" / "voxceleb2_wav" / key
@@ -135,7 +145,7 @@ def test_what_is_finished_is_skipped(resnet, corpus):
 
 @pytest.mark.recipe
 def test_wavlm(resnet, corpus, tmp_path):
-    make_tiny_encoder.make_wavlm(tmp_path / "wavlm", dim=64, conv_dim=32)
+    make_tiny_encoder.make_wavlm(tmp_path / "wavlm", dim=64, conv_dim=16)
     exp = tmp_path / "exp"
     words = ["--config", TINY / "wavlm_mhfa.yaml", "--exp_dir", exp, "--trials", "O"]
     words += ["--encoder", tmp_path / "wavlm", "--stage", 1, "--stop_stage", 9]
@@ -162,7 +172,7 @@ def test_w2vbert_low_rank_then_whole_then_large_margin(resnet, corpus, tmp_path)
     for folder in (exp, tmp_path / "exp_lm_w2vbert_mfa"):
         check_files(folder, lists="O")
         check_loss_falls(folder)
-        assert trained_eer(folder) < untrained - 0.04
+        assert trained_eer(folder) < untrained - 0.01
     config = load_config(exp / "config.yaml", check_paths=False)
     assert config.model_init == str(lora / "export" / "avg_model.pt"), "prototypes are new"
     check_merged(lora)
@@ -184,7 +194,7 @@ def test_ablation_as_an_array_job(resnet, corpus, tmp_path):
     exp, (data, _) = tmp_path / "grid", corpus
     words = [*options(corpus), "--config", TINY / "resnet34.yaml", "--exp_dir", exp]
     words += ["--scales", "10 20", "--margins", "0.1", "--alphas", "1 1.5", "--data_type", "raw"]
-    words += ["--train_args", "--num_epochs 6"]
+    words += ["--train_args", "--num_epochs 30"]
     succeed("run_ablation.sh", *words, "--stage", 1, "--stop_stage", 3, "--task", 3)
     jobs = [line.split() for line in (exp / "jobs.txt").read_text().splitlines()]
     assert [job[2:] for job in jobs] == [
@@ -433,7 +443,7 @@ def test_heat_maps_show_every_number(tmp_path):
     write_grid(tmp_path, {(1.25, 20, 0.1): 0.0248, (1, 10, 0.1): 0.2912, (1, 20, 0.1): None})
     collect_ablation.collect(tmp_path)
     text = (tmp_path / "eer.svg").read_text()
-    for word in ("EER, % (cosine)", "alpha 1.25", "scale s", ">2.48<", ">29.1<"):
+    for word in ("EER, % (cosine)", "scale 20", "alpha", ">2.48<", ">29.1<"):
         assert word in text, word
     assert ">9.92<" in (tmp_path / "fnr.svg").read_text()
     assert "AS-Norm" in (tmp_path / "fnr_asnorm.svg").read_text()

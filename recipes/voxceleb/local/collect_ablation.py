@@ -7,18 +7,14 @@ eer.svg, fnr.svg, eer_asnorm.svg, fnr_asnorm.svg. Jobs that are not finished are
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-from matplotlib import rc_context
-from matplotlib.colors import LogNorm
-from matplotlib.figure import Figure
-
-from wespeaker_qmargin.figures import GREY, SETTINGS
-from wespeaker_qmargin.files import atomic_path, read_lines, write_text
+from wespeaker_qmargin.figures import heat_maps_svg
+from wespeaker_qmargin.files import read_lines, write_text
 
 EXAMPLE = """example:
   python recipes/voxceleb/local/collect_ablation.py recipes/voxceleb/exp/resnet34_ablation
@@ -52,8 +48,9 @@ def collect(exp_dir) -> Path:
     write_text(exp_dir / "ablation.md", _markdown(jobs))
     for norm, title in NORMS.items():
         for quantity, label in QUANTITIES.items():
-            with atomic_path(exp_dir / f"{quantity}{norm}.svg") as temporary:
-                heat_maps(jobs, quantity + norm, f"{label} ({title})", temporary)
+            cells = {job[:3]: 100 * job.results.get(quantity + norm, math.nan) for job in jobs}
+            svg = heat_maps_svg(f"{label} ({title})", cells)
+            write_text(exp_dir / f"{quantity}{norm}.svg", svg)
     return exp_dir / "ablation.md"
 
 
@@ -107,47 +104,6 @@ def _markdown(jobs: Sequence[Job]) -> str:
 def _cells(job: Job, columns: Sequence[str], factor: float, digits: str) -> list[str]:
     values = map(job.results.get, columns)
     return ["" if value is None else format(factor * value, digits) for value in values]
-
-
-def heat_maps(jobs: Sequence[Job], column: str, title: str, path: Path) -> None:
-    """Draw ``column`` over scale and margin, a panel an alpha, as SVG; every cell has its number.
-
-    One scale of colours, logarithmic, as the worst cells are ten times the best.
-    """
-    alphas, scales, margins = (sorted({job[i] for job in jobs}) for i in range(3))
-    values = np.full((len(alphas), len(margins), len(scales)), np.nan)
-    for job in jobs:
-        place = alphas.index(job.alpha), margins.index(job.margin), scales.index(job.scale)
-        values[place] = 100 * job.results.get(column, np.nan)
-    positive = values[values > 0]
-    low, high = (positive.min(), positive.max()) if positive.size else (1, 10)
-    norm = LogNorm(low, max(high, 1.01 * low))
-    with rc_context({**SETTINGS, "axes.grid": False}):
-        width = 0.75 * len(scales) + 0.3
-        size = (len(alphas) * width + 0.8, 0.45 * len(margins) + 1.3)
-        figure = Figure(figsize=size, layout="constrained")
-        figure.suptitle(title, x=0.01, ha="left", weight="bold")
-        for number, alpha in enumerate(alphas):
-            axes = figure.add_subplot(1, len(alphas), number + 1)
-            _draw(axes, values[number], norm)
-            axes.set_title(f"alpha {alpha:g}")
-            axes.set_xticks(range(len(scales)), [f"{scale:g}" for scale in scales])
-            axes.set_yticks(range(len(margins)), [f"{margin:g}" for margin in margins])
-            axes.set_xlabel("scale s")
-            if number == 0:
-                axes.set_ylabel("margin m")
-        figure.savefig(path, format="svg", metadata={"Date": None})
-
-
-def _draw(axes, values: np.ndarray, norm: LogNorm) -> None:
-    axes.imshow(np.ma.masked_invalid(values), cmap="cividis_r", norm=norm, aspect="auto")
-    for (row, column), value in np.ndenumerate(values):
-        known = np.isfinite(value)
-        dark = known and value > 0 and norm(value) > 0.5
-        text = f"{value:.3g}" if known else "-"
-        axes.text(column, row, text, ha="center", va="center", color="white" if dark else "black")
-    axes.spines[:].set_visible(False)
-    axes.tick_params(length=0, labelcolor=GREY)
 
 
 def main() -> None:
