@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import platform
 import random
 import signal
 import subprocess
@@ -456,3 +457,22 @@ def test_ratio_0_freezes(tiny):
 def test_faulty_ratios(tiny, ratio, message):
     with pytest.raises(ValueError, match=message):
         parameter_groups(SpeakerNet(load_config(tiny), 8), ratio)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc's malloc")
+def test_on_a_cpu_a_step_finds_the_memory_of_the_last_one():
+    code = """
+import resource, torch
+from wespeaker_qmargin.config import Config
+from wespeaker_qmargin.experiment import make_accelerator
+def pages(size):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(size).sum()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+before = pages(25_000_000), pages(20_000_000)
+make_accelerator(Config(model="ResNet34", device="cpu"))
+print(*before, pages(25_000_000), pages(20_000_000))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    *before, _, after = map(int, done.stdout.split())
+    assert min(before) > 100 and after < 10
