@@ -52,17 +52,34 @@ def fbank(
         raise ValueError(
             f"expected wavs (B, T) of at least {size} samples, found {tuple(wavs.shape)}"
         )
-    padded = 1 << (size - 1).bit_length()
+    seeds = _as_list(seeds) if dither > 0.0 and seeds is not None else []
+    if dither > 0.0 and len(seeds) != len(wavs):
+        raise ValueError(
+            f"dither needs one seed a sample: expected {len(wavs)}, found {len(seeds)}"
+        )
+    options = (num_mel_bins, dither, sample_rate, _window(window_type, size, wavs.device))
+    # on a CPU one by one: the frames of a sample stay in its cache, those of a batch do not
+    count = 1 if wavs.device.type == "cpu" else max(len(wavs), 1)
     with torch.autocast(wavs.device.type, enabled=False):
         frames = (wavs.float() * (1 << 15)).unfold(1, size, shift)
-        if dither > 0.0:
-            frames = frames + dither * _noise(frames.shape, seeds, wavs.device)
-        frames = frames - frames.mean(dim=2, keepdim=True)
-        previous = torch.nn.functional.pad(frames, (1, 0), mode="replicate")[:, :, :-1]
-        frames = (frames - _PREEMPHASIS * previous) * _window(window_type, size, wavs.device)
-        power = torch.fft.rfft(frames, padded).abs().pow(2.0)
-        energies = power @ _mel_filters(num_mel_bins, padded, sample_rate, wavs.device)
-        return energies.clamp_min(torch.finfo(torch.float32).eps).log()
+        parts = [
+            _log_mel(frames[i : i + count], seeds[i : i + count], *options)
+            for i in range(0, max(len(wavs), 1), count)
+        ]
+        return torch.cat(parts)
+
+
+def _log_mel(frames: Tensor, seeds, num_bins: int, dither: float, sample_rate: int, window: Tensor):
+    size = len(window)
+    padded = 1 << (size - 1).bit_length()
+    if dither > 0.0:
+        frames = frames + dither * _noise(frames.shape, seeds, frames.device)
+    frames = frames - frames.mean(dim=2, keepdim=True)
+    previous = torch.nn.functional.pad(frames, (1, 0), mode="replicate")[:, :, :-1]
+    frames = (frames - _PREEMPHASIS * previous) * window
+    power = torch.fft.rfft(frames, padded).abs().pow(2.0)
+    energies = power @ _mel_filters(num_bins, padded, sample_rate, frames.device)
+    return energies.clamp_min(torch.finfo(torch.float32).eps).log()
 
 
 def apply_cmvn(features: Tensor, *, norm_mean: bool = True, norm_var: bool = False) -> Tensor:
@@ -126,9 +143,6 @@ def _stretches(uniform: Tensor, size: int, longest: int) -> Tensor:
 
 
 def _noise(shape: torch.Size, seeds, device: torch.device) -> Tensor:
-    seeds = [] if seeds is None else _as_list(seeds)
-    if len(seeds) != shape[0]:
-        raise ValueError(f"dither needs one seed a sample: expected {shape[0]}, found {len(seeds)}")
     generator = torch.Generator(device)
     noise = torch.empty(shape, device=device)
     for row, seed in zip(noise, seeds):
