@@ -5,9 +5,9 @@
 DIR of --data has wav.scp and utt2spk; without it 200 utterances of 8 s of noise are made. Speed
 perturbation, crops of 2 s, filter banks with dither, no noise or reverberation. First the data path
 alone, in one process and one thread, file to normalised filter banks, alternating over three
-passes, best of each; its parts by profile. (Where the network is on a GPU, ours makes the filter banks
-there, and its workers only do the part named so; WeSpeaker's do all.) Then two whole trainings, twice,
-one after the other.
+passes, best of each; its parts by profile. (Where the network is on a GPU, ours makes the filter
+banks there, and its workers only do the part named so; WeSpeaker's do all.) Then two whole
+trainings, twice, one after the other.
 """
 
 import argparse
