@@ -1,4 +1,4 @@
-"""``model: package.module:Class``: any network of features or waveforms, and what is refused."""
+"""``package.module:Class``: any network of features or waveforms, any head; what is refused."""
 
 import sys
 import textwrap
@@ -9,6 +9,7 @@ import torch
 from wespeaker_qmargin import adapter
 from wespeaker_qmargin.config import load_config
 from wespeaker_qmargin.model import SpeakerNet, read_checkpoint
+from wespeaker_qmargin.schedule import Schedules, build_optimizer
 from wespeaker_qmargin.train import train
 
 CODE = """
@@ -40,6 +41,19 @@ CODE = """
         def __init__(self):
             super().__init__()
             self.projection = nn.Linear(2, 2)
+
+    class Cosines(nn.Module):
+        def __init__(self, embed_dim, num_class, scale=30.0):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(num_class, embed_dim))
+            self.scale, self.margins = scale, []
+
+        def update(self, margin):
+            self.margins.append(margin)
+
+        def forward(self, embeddings, labels):
+            normalised = torch.nn.functional.normalize
+            return self.scale * normalised(embeddings) @ normalised(self.weight).T
 
     class NoNetwork:
         pass
@@ -79,9 +93,30 @@ def test_a_model_of_waveforms_that_knows_its_sizes(tiny):
     assert not torch.equal(state["conv.weight"], before.backbone.conv.weight)
 
 
+def test_a_head(tiny):
+    config = load_config(tiny, ["--projection_args", "{project_type: 'somebodys.nets:Cosines'}"])
+    net = SpeakerNet(config, 8)
+    head, embeddings, labels = net.projection, torch.randn(4, 16), torch.arange(4)
+    schedules = Schedules(net, build_optimizer(net, config), config, epoch_iter=2, step_batch=8)
+    schedules.step(0)
+    assert head.scale == 30 and head.weight.shape == (8, 16) and head.margins
+    assert head(embeddings, labels).abs().max() <= 30
+    words = ["--projection_args", "{project_type: 'somebodys.nets:Cosines', scale: 8.0}"]
+    state = read_checkpoint(train(load_config(tiny, words)) / "models" / "model_5.pt")
+    assert state["projection.weight"].shape == (8, 16)
+
+
 @pytest.mark.parametrize(
     "words, message",
     [
+        (
+            ["--projection_args", "{project_type: 'somebodys.nets:Cosine'}"],
+            "project_type: somebodys.nets:Cosine: somebodys.nets has no nn.Module 'Cosine'",
+        ),
+        (
+            ["--projection_args", "{project_type: 'somebodys.nets:Cosines', scal: 3}"],
+            "projection_args.scal: not an argument of somebodys.nets:Cosines",
+        ),
         (["--model", "nowhere.nets:Net"], "cannot import nowhere.nets .*PYTHONPATH"),
         (["--model", "somebodys.nets:Nets"], "no nn.Module 'Nets'; it has OfFrames, OfWaves"),
         (["--model", "somebodys.nets:NoNetwork"], "no nn.Module 'NoNetwork'"),

@@ -8,7 +8,13 @@ from torch import nn
 
 from wespeaker_qmargin.functional import zero_loss_gap
 from wespeaker_qmargin.head import QMarginProduct, auto_scale
-from wespeaker_qmargin.imported import WaveFrontend, build_imported, imported_class
+from wespeaker_qmargin.imported import (
+    WaveFrontend,
+    build_imported,
+    build_imported_head,
+    head_arguments,
+    imported_class,
+)
 from wespeaker_qmargin.mhfa import MHFA
 from wespeaker_qmargin.parallel import ClassParallelQMargin
 from wespeaker_qmargin.upstream import after_loading, wespeaker_module
@@ -70,6 +76,9 @@ def nearest(word: str, known) -> str:
 def check_projection_args(args: dict) -> None:
     """Raise ValueError for an unknown head, or another head's option given to q_margin."""
     kind = args.get("project_type")
+    if ":" in str(kind):
+        head_arguments(args)
+        return
     if kind not in HEADS:
         raise ValueError(
             f"project_type: unknown head {kind!r}; known: {', '.join(HEADS)}.{nearest(kind, HEADS)}"
@@ -119,6 +128,8 @@ def _checked_projection(upstream, args: dict) -> nn.Module:
         options = {key: args[key] for key in Q_MARGIN_OPTIONS if key in args}
         kind = ClassParallelQMargin if args.get("class_parallel") else QMarginProduct
         return kind(args["embed_dim"], args["num_class"], **options, margin=0.0)
+    if ":" in kind:
+        return build_imported_head(args)
     head = upstream(args)
     if type(head).__name__ != _UPSTREAM_HEADS[kind]:
         raise ValueError(

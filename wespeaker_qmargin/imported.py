@@ -1,9 +1,14 @@
-"""Models that are neither WeSpeaker's nor ours: ``model: package.module:Class`` in a config.
+"""Models and heads that are neither WeSpeaker's nor ours: ``package.module:Class`` in a config.
 
 Any nn.Module will do that turns features (B, T, F), or with ``dataset_args.frontend: wave``
 waveforms (B, T) in [-1, 1], into embeddings (B, D); of a tuple the last item counts. ``model_args``
-are its constructor's; they must say ``embed_dim``, which is D. A config that names such a class is
-to be trusted as a program is: its module runs.
+are its constructor's; they must say ``embed_dim``, which is D.
+
+A head (``project_type``) is built as ``Class(embed_dim, num_class, **others)`` of projection_args
+and is called as WeSpeaker's are: ``(embeddings, labels)`` -> scores (B, C) for the criterion, or
+``(scores, loss)``; its ``update(margin)``, if it has one, is called before every step.
+
+A config that names such a class is to be trusted as a program is: its module runs.
 """
 
 import importlib
@@ -12,7 +17,7 @@ import inspect
 from torch import Tensor, nn
 
 
-def imported_class(name: str) -> type[nn.Module]:
+def imported_class(name: str, key: str = "model") -> type[nn.Module]:
     """Return the class that ``package.module:Class`` names; importing runs that module.
 
     Raises:
@@ -23,7 +28,7 @@ def imported_class(name: str) -> type[nn.Module]:
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise ValueError(
-            f"model: {name}: cannot import {module_name} ({error}); install it, or put the folder "
+            f"{key}: {name}: cannot import {module_name} ({error}); install it, or put the folder "
             "that it is in on PYTHONPATH"
         ) from error
     classes = {
@@ -31,7 +36,7 @@ def imported_class(name: str) -> type[nn.Module]:
     }
     if class_name not in classes:
         raise ValueError(
-            f"model: {name}: {module_name} has no nn.Module {class_name!r}; it has "
+            f"{key}: {name}: {module_name} has no nn.Module {class_name!r}; it has "
             f"{', '.join(classes) or 'none'}"
         )
     return classes[class_name]
@@ -65,6 +70,28 @@ def build_imported(name: str, args: dict) -> nn.Module:
                 "another part: wrap it in a class that holds it under another name"
             )
     return model
+
+
+def head_arguments(args: dict) -> dict:
+    """Return what of ``projection_args`` the head's class gets beside its two sizes.
+
+    Raises:
+        ValueError: no such class, an argument that it does not take.
+    """
+    name = args["project_type"]
+    takes = inspect.signature(imported_class(name, "project_type")).parameters
+    ours = ("project_type", "embed_dim", "num_class", "do_lm")
+    options = {k: v for k, v in args.items() if k not in ours or (k == "do_lm" and k in takes)}
+    if not any(p.kind is p.VAR_KEYWORD for p in takes.values()):
+        for key in options.keys() - takes.keys():
+            raise ValueError(f"projection_args.{key}: not an argument of {name}")
+    return options
+
+
+def build_imported_head(args: dict) -> nn.Module:
+    """Build the head whose class ``args["project_type"]`` names."""
+    head = imported_class(args["project_type"], "project_type")
+    return head(args["embed_dim"], args["num_class"], **head_arguments(args))
 
 
 class WaveFrontend(nn.Module):
