@@ -31,6 +31,7 @@ setup(
         "accelerate>=1.0",
         "matplotlib",  # the report's plots; WeSpeaker's score metrics import it too
         "tensorboard",  # training curves
+        "markdown",  # tables of other commands in the report; tensorboard needs it too
     ],
     extras_require={
         "lmdb": ["lmdb"],  # only for MUSAN / RIR sources that upstream's make_lmdb.py wrote

@@ -79,6 +79,7 @@ LAYERS = [
     "probe",
     "audit",
     "page",
+    "evidence",
     "report",
     "cli",
 ]

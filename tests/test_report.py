@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scipy.special import ndtri
 
-from wespeaker_qmargin import figures, metrics, page, report
+from wespeaker_qmargin import compare, figures, metrics, page, report
 from wespeaker_qmargin.roc import roc
 
 NAMES = ("CosFace", "Q-Margin <b>&|$x_1$")
@@ -260,3 +260,73 @@ def test_command(tmp_path, capsys):
     for systems, message in [(["a"], "NAME=EXP_DIR"), ([f"a={exp_dir}"] * 2, "comes twice")]:
         with pytest.raises(ValueError, match=message):
             report.run(parser.parse_args(["--systems", *systems, "--out", str(out)]))
+
+
+# --- what other commands have left ---------------------------------------------------------------
+
+PNG = bytes.fromhex("89504e470d0a1a0a")
+
+
+@pytest.fixture
+def evidence(tmp_path):
+    """What plan, probe, grid and compare leave; names that would be HTML or links."""
+    system = write_system(tmp_path / "q", lists=["cv"])
+    (system / "config.yaml").write_text(
+        "projection_args: {project_type: q_margin, alpha: 1.5, scale: 10}\n"
+        "margin_update: {final_margin: 0.2}\n"
+    )
+    probe = tmp_path / "probe"
+    probe.mkdir()
+    (probe / "probe.md").write_text("| alpha | won |\n| --- | --- |\n| <b>1.5</b> | 38 % |\n")
+    (probe / "probe.png").write_bytes(PNG)
+    study = tmp_path / "study"
+    study.mkdir()
+    (study / "eer_cv.svg").write_text("<svg/>")
+    rows = [("[a](javascript:x)", s, "cv", e) for s, e in ((0, 0.1), (2, 0.12), (10, 0.17))]
+    rows.append(("b_c_d", 0, "cv", 0.2))
+    lines = ["cell,seed,trials,eer", *(",".join(map(str, row)) for row in rows)]
+    (study / "cells.csv").write_text("\n".join(lines) + "\n")
+    scores = [str(system / "scores" / "cv.trials.score")]
+    found = compare.compare({"A": scores, "B": scores}, tmp_path / "utt2spk", replicates=20)
+    (tmp_path / "a_b.json").write_text(json.dumps(found))
+    return {"q": system}, {
+        "probes": [probe],
+        "studies": [study],
+        "comparisons": [tmp_path / "a_b.json"],
+    }
+
+
+def test_plans_probes_studies_and_comparisons(evidence, tmp_path):
+    systems, others = evidence
+    table = report.build_report(systems, tmp_path / "r.html", **others)
+    text = (tmp_path / "r.html").read_text()
+    titles = re.findall("<h2>(.*?)</h2>", text)
+    assert titles[-5:-1] == ["Plan: q", "Probe: probe", "Study: study", "Comparison: a_b"]
+    assert "zero-loss gap exp(k m) / k: 0.5437, reachable" in text
+    assert "&lt;b&gt;1.5&lt;/b&gt;" in text and "<b>" not in text
+    assert "href" not in text and "[a](javascript:x)" in text and ">b_c_d<" in text
+    cells = re.findall("<td>([^<]*)</td>", text[text.index("Study: study") :])
+    assert cells[2:7] == ["10.00", "12.00", "17.00", "13.00", "3.61"]
+    assert cells[9:14] == ["20.00", "-", "-", "20.00", "-"]
+    assert "B - A" in text and "+0.00" in text
+    assert base64.b64encode(PNG).decode() in text
+    assert "## Study: study" in table.read_text() and "| b_c_d |" in table.read_text()
+
+
+@pytest.mark.parametrize(
+    ("kind", "file", "content", "message"),
+    [
+        ("probes", "probe.md", None, "probe.md: no such file; `wespeaker-qmargin probe"),
+        ("studies", "cells.csv", None, "cells.csv: no such file; .*--collect"),
+        ("studies", "cells.csv", "cell,seed\n1,2\n", "cells.csv: not what grid writes"),
+        ("comparisons", None, "[1]", "not what compare writes"),
+        ("comparisons", None, None, "no such file; `wespeaker-qmargin compare"),
+    ],
+)
+def test_what_others_left_unfinished(evidence, tmp_path, kind, file, content, message):
+    systems, others = evidence
+    path = others[kind][0] / file if file else others[kind][0]
+    path.unlink() if content is None else path.write_text(content)
+    with pytest.raises((FileNotFoundError, ValueError), match=message):
+        report.build_report(systems, tmp_path / "out" / "r.html", **others)
+    assert not (tmp_path / "out").exists()

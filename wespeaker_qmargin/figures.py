@@ -24,7 +24,9 @@ PANELS = {  # key in metrics.jsonl -> title, factor
     "margin": ("Margin", 1),
     "lr": ("Learning rate", 1),
     "active": ("Active share of samples, %", 100),
+    "effective_batch": ("Effective batch, samples", 1),
     "support": ("Mean support size, classes", 1),
+    "alpha": ("alpha", 1),
     "valid_eer": ("Validation EER, %", 100),
 }
 SETTINGS = {

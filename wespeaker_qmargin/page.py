@@ -4,6 +4,8 @@ import base64
 from html import escape
 from typing import NamedTuple
 
+from markdown import Markdown
+
 STYLE = """
 body { font: 15px/1.5 system-ui, "Segoe UI", Roboto, Helvetica, Arial, sans-serif; color: #1d2733;
   background: #fff; max-width: 1120px; margin: 2.5rem auto 4rem; padding: 0 1.5rem; }
@@ -12,19 +14,26 @@ h2 { font-size: 1.15rem; margin: 2.6rem 0 .7rem; padding-bottom: .3rem;
   border-bottom: 1px solid #dbe1e8; }
 p, ul { max-width: 52rem; } ul { padding-left: 1.2rem; } .quiet { color: #5f6b7a; }
 .note { background: #fff6e0; border-left: 4px solid #e69f00; padding: .6rem .9rem; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; }
+.wide { overflow-x: auto; margin-bottom: 1rem; } table { border-collapse: collapse; width: 100%; }
 th, td { text-align: left; padding: .4rem .9rem .4rem 0; vertical-align: top; }
 th { font-weight: 600; } thead th { border-bottom: 2px solid #1d2733; vertical-align: bottom; }
 tbody tr:first-child > * { border-top: 1px solid #dbe1e8; }
 td { font-variant-numeric: tabular-nums; } td.system { min-width: 8rem; }
 .interval { display: block; color: #5f6b7a; font-size: .88em; white-space: nowrap; }
+pre { background: #f5f7f9; padding: .7rem .9rem; overflow-x: auto; font-size: .85em; }
 .figures { display: flex; flex-wrap: wrap; gap: 1rem 2rem; }
 .figures img { flex: 1 1 400px; max-width: 520px; min-width: 0; }
+.figures img.full { max-width: none; flex-basis: 100%; }
 img.full { width: 100%; min-width: 44rem; }
 .provenance { font-size: .88rem; table-layout: fixed; } .provenance th:first-child { width: 8rem; }
 .provenance td { overflow-wrap: anywhere; border-top: 1px solid #eef1f5; }
 @media print { body { margin: 0; max-width: none; } img { break-inside: avoid; } }
 """
+
+
+# syntax of Markdown that a name in a table must not have: HTML, links, images
+_FOREIGN = ("html", "entity", "autolink", "automail", "link", "reference", "short_reference")
+_FOREIGN += ("image_link", "image_reference", "short_image_ref")
 
 
 class Row(NamedTuple):
@@ -46,8 +55,25 @@ class Summary(NamedTuple):
     measures: str
 
 
+class Section(NamedTuple):
+    """Something to show after the results.
+
+    ``text`` is Markdown (without HTML); ``images``: name, which ends in .svg or .png -> content.
+    """
+
+    title: str
+    text: str
+    images: dict[str, bytes]
+    wide: bool = False  # an image a line, as wide as the page
+
+
 def html_page(
-    summary: Summary, *, det: dict[str, str], training: str | None, provenance: dict[str, dict]
+    summary: Summary,
+    *,
+    det: dict[str, str],
+    training: str | None,
+    provenance: dict[str, dict],
+    sections: list[Section] = (),
 ) -> str:
     """Return the page.
 
@@ -57,29 +83,30 @@ def html_page(
         provenance: system -> key -> value of any JSON type.
     """
     det_images = "".join(_image(svg, f"DET curves on {key}") for key, svg in det.items())
-    sections = [
+    parts = [
         _results(summary),
         f"<h2>DET curves</h2><div class=figures>{det_images}</div>"
         "<p class=quiet>Normal-deviate axes; the marker is the equal error rate.</p>",
     ]
     if training is not None:
-        sections.append(
+        parts.append(
             f"<h2>Training</h2><div class=wide>{_image(training, 'Training curves', 'full')}</div>"
             "<p class=quiet>Losses of different heads or scales are not comparable.</p>"
         )
-    sections.append(f"<h2>Provenance</h2>{_provenance(provenance)}")
+    parts += map(_section, sections)
+    parts.append(f"<h2>Provenance</h2>{_provenance(provenance)}")
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(summary.title)}</title><style>{STYLE}</style></head>\n<body>"
         f"<h1>{escape(summary.title)}</h1>\n{_note(summary.note)}"
-        + "\n".join(sections)
+        + "\n".join(parts)
         + "</body></html>\n"
     )
 
 
-def markdown(summary: Summary) -> str:
-    """Return note, results table, verdicts and measures as Markdown."""
+def markdown(summary: Summary, sections: list[Section] = ()) -> str:
+    """Return note, results table, verdicts, measures and sections as Markdown."""
     table = [summary.header, ["---"] * len(summary.header)]
     for trials, system, cells in summary.rows:
         table.append([trials, system, *(" ".join(filter(None, cell)) for cell in cells)])
@@ -90,7 +117,9 @@ def markdown(summary: Summary) -> str:
         "| " + " | ".join(_one_line(x).replace("|", "\\|") for x in row) + " |" for row in table
     ]
     lines += ["", *(f"- {key}: {_one_line(text)}" for key, text in summary.verdicts.items())]
-    return "\n".join([*lines, "", summary.measures, ""])
+    lines += ["", summary.measures, ""]
+    lines += [f"## {_one_line(x.title)}\n\n{x.text}" for x in sections]
+    return "\n".join(lines)
 
 
 def _one_line(text: str) -> str:
@@ -101,10 +130,25 @@ def _note(text: str) -> str:
     return f"<p class=note>{escape(text)}</p>\n" if text else ""
 
 
-def _image(svg: str, alt: str, kind: str = "") -> str:
-    # as an image the SVG keeps its ids and styles to itself
-    data = base64.b64encode(svg.encode()).decode()
-    return f'<img class="{kind}" alt="{escape(alt)}" src="data:image/svg+xml;base64,{data}">'
+def _image(content: str | bytes, alt: str, kind: str = "", mime: str = "svg+xml") -> str:
+    # as an image an SVG keeps its ids and styles to itself
+    content = content.encode() if isinstance(content, str) else content
+    data = base64.b64encode(content).decode()
+    return f'<img class="{kind}" alt="{escape(alt)}" src="data:image/{mime};base64,{data}">'
+
+
+def _section(section: Section) -> str:
+    renderer = Markdown(extensions=["tables", "fenced_code"])
+    renderer.preprocessors.deregister("html_block")
+    for syntax in _FOREIGN:
+        renderer.inlinePatterns.deregister(syntax)
+    text = renderer.convert(section.text)
+    text = text.replace("<table>", "<div class=wide><table>").replace("</table>", "</table></div>")
+    images = "".join(
+        _image(content, name, "full" * section.wide, "png" if name.endswith(".png") else "svg+xml")
+        for name, content in section.images.items()
+    )
+    return f"<h2>{escape(section.title)}</h2>{text}<div class=figures>{images}</div>"
 
 
 def _results(summary: Summary) -> str:

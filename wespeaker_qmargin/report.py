@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import NamedTuple
 
-from wespeaker_qmargin import figures, page
+from wespeaker_qmargin import evidence, figures, page
 from wespeaker_qmargin.files import read_lines, read_scores, write_text
 from wespeaker_qmargin.roc import Roc, roc
 
@@ -25,7 +25,14 @@ class System(NamedTuple):
 
 
 def build_report(
-    systems: dict, out, *, title: str = "Speaker verification", note: str = ""
+    systems: dict,
+    out,
+    *,
+    title: str = "Speaker verification",
+    note: str = "",
+    probes=(),
+    studies=(),
+    comparisons=(),
 ) -> Path:
     """Write the page ``out`` and ``results.md`` beside it; return the latter's path.
 
@@ -34,6 +41,7 @@ def build_report(
             metrics command), the score files it names, and, where there was training,
             ``metrics.jsonl`` and ``run.json``.
         note: a remark that both files show first, as that the data is synthetic.
+        probes, studies, comparisons: what those commands have left, see ``evidence``.
 
     Raises:
         FileNotFoundError: no results or scores.  ValueError: a file that is cut off, or results
@@ -45,15 +53,22 @@ def build_report(
     lists = list(dict.fromkeys(key for system in read.values() for key in system.results))
     header, rows = _table(read, lists)
     verdicts = {key: _verdict(key, read) for key in lists}
+    sections = [
+        *evidence.plan_sections(systems),
+        *map(evidence.probe_section, probes),
+        *map(evidence.study_section, studies),
+        *map(evidence.comparison_section, comparisons),
+    ]
     summary = page.Summary(title, note, header, rows, verdicts, _measures(read))
     content = page.html_page(
         summary,
         det={key: _det_figure(key, read) for key in lists},
         training=_training_figure(read),
         provenance={name: {"folder": str(x.exp_dir), **x.run} for name, x in read.items()},
+        sections=sections,
     )
     table = Path(out).with_name("results.md")
-    write_text(table, page.markdown(summary))
+    write_text(table, page.markdown(summary, sections))
     write_text(out, content)
     return table
 
@@ -230,6 +245,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", required=True, help="the page to write; results.md goes beside it")
     add("--title", default="Speaker verification", help="heading of the page")
     add("--note", default="", help="a remark to show first, as that the data is synthetic")
+    add("--probe", nargs="+", default=[], metavar="DIR", help="what probe --out DIR has left")
+    add("--study", nargs="+", default=[], metavar="DIR", help="exp_dir of a grid study, collected")
+    add("--compare", nargs="+", default=[], metavar="FILE", help="what compare --out FILE wrote")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -242,5 +260,6 @@ def run(args: argparse.Namespace) -> None:
         if name in systems:
             raise ValueError(f"--systems: the name {name!r} comes twice")
         systems[name] = exp_dir
-    table = build_report(systems, args.out, title=args.title, note=args.note)
+    options = {"probes": args.probe, "studies": args.study, "comparisons": args.compare}
+    table = build_report(systems, args.out, title=args.title, note=args.note, **options)
     print(f"{table.read_text(encoding='utf-8')}\n{args.out}\n{table}")
