@@ -26,7 +26,7 @@ stages
   4  fine-tune each start with each head and seed: its prototypes first, then all of it
      (base: on the second half of the speakers; released weights: on all training speakers)
   5  extract and score, also before fine-tuning: cosine, nothing subtracted
-  6  EER before and after, mean over seeds, with paired 95 % speaker-bootstrap intervals
+  6  before and after, and between the heads: wespeaker-qmargin compare, list by list
 
 options (and their defaults)
   --data DIR          folder with train/, test/ and test/trials (Kaldi style), or minivox, demo.
@@ -192,10 +192,35 @@ if [ "$stage" -le 5 ] && [ "$stop_stage" -ge 5 ]; then
   done
 fi
 
+compare() {  # start, trial list, JSON, then systems: before or a head
+  local start=$1 trials=$2 out=$3 name seed systems=()
+  shift 3
+  for name in "$@"; do
+    files=
+    for seed in $seeds; do
+      files+="${files:+,}$work/$start/${name}_$seed/scores/$trials"
+    done
+    if [ "$name" = before ]; then files="$work/$start/before/scores/$trials"; fi
+    systems+=("$name=$files")
+  done
+  wespeaker-qmargin compare --systems "${systems[@]}" --utt2spk "$lists/test/utt2spk" \
+    --bootstrap "$bootstrap" --out "$out"
+}
+
 if [ "$stage" -le 6 ] && [ "$stop_stage" -ge 6 ]; then
   log "stage 6: before and after"
   if [ -f "$lists/NOTE" ]; then log "note: $(cat "$lists/NOTE")"; fi
-  # shellcheck disable=SC2086
-  python "$local/compare.py" "$work" --starts $starts --heads $heads --seeds $seeds \
-    --utt2spk "$lists/test/utt2spk" --bootstrap "$bootstrap"
+  for start in $starts; do
+    for path in "$lists"/test/trials/*.trials; do
+      name=$(basename "$path" .trials)
+      printf '\n## %s, %s\n\n' "$start" "$name"
+      # shellcheck disable=SC2086
+      compare "$start" "$name.trials.score" "$work/$start/$name.json" before $heads
+      if [ "$(wc -w <<< "$heads")" -gt 1 ]; then
+        printf '\nWithout before:\n\n'
+        # shellcheck disable=SC2086
+        compare "$start" "$name.trials.score" "$work/$start/${name}_heads.json" $heads
+      fi
+    done
+  done | tee "$work/RESULTS.md"
 fi
