@@ -101,7 +101,7 @@ def test_crops_as_training_sees_them(exp, corpus):
         speaker_labels(utterances),
         config.dataset_args,
         seed=3,
-        augmenter=stage._augmenter(config),
+        augmenter=stage.build_augmenter(config),
     )
     samples = [items[0, i] for i in range(60)]
     with torch.no_grad():

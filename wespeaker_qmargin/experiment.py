@@ -79,7 +79,7 @@ def _seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _augmenter(config: Config) -> Augmenter | None:
+def build_augmenter(config: Config) -> Augmenter | None:
     args = config.dataset_args
     if args.aug_prob == 0 or not (config.noise_data or config.reverb_data):
         return None
@@ -164,7 +164,7 @@ class Experiment:
             logger.info("do_lm: no speed perturbation, the head keeps its %d rows", self.num_class)
             args = dataclasses.replace(args, speed_perturb=False)
         self.train_set = TrainSet(
-            training, self.labels, args, seed=config.seed, augmenter=_augmenter(config)
+            training, self.labels, args, seed=config.seed, augmenter=build_augmenter(config)
         )
         self.step_batch = (
             config.dataloader_args.batch_size * config.accum_steps * self.accelerator.num_processes

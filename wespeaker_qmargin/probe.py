@@ -20,7 +20,7 @@ from tqdm import tqdm
 from wespeaker_qmargin.audio import Utterance
 from wespeaker_qmargin.config import Config
 from wespeaker_qmargin.data import TrainSet, WholeSet, train_loader
-from wespeaker_qmargin.experiment import _augmenter, make_accelerator
+from wespeaker_qmargin.experiment import build_augmenter, make_accelerator
 from wespeaker_qmargin.files import write_text
 from wespeaker_qmargin.finetune import finetune_config, number_or_auto
 from wespeaker_qmargin.guard import FileGuard
@@ -139,7 +139,9 @@ def _conditions(config: Config) -> str:
 def _crops(net, config: Config, utterances, labels, accelerator) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield embeddings (B, D) and classes (B,) of training items."""
     args = _dataset_args(config)
-    train_set = TrainSet(utterances, labels, args, seed=config.seed, augmenter=_augmenter(config))
+    train_set = TrainSet(
+        utterances, labels, args, seed=config.seed, augmenter=build_augmenter(config)
+    )
     files, size = FileGuard(len(utterances), args.max_bad_share), config.dataloader_args.batch_size
     batches = _batches(len(train_set), size)
     loader = train_loader(train_set, batches, config.dataloader_args)

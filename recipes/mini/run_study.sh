@@ -18,7 +18,7 @@ stages
   1  data: lists, copies with 5 % and 20 % wrong labels, far-field test utterances
   2  tune: every head at three learning rates, on held-out training speakers
   3  heads: every head, margins 0.1 and 0.2, three seeds; alpha from 1 to 1.5
-  4  noise: CosFace and Q-Margin with wrong labels
+  4  noise: CosFace and Q-Margin with wrong labels; an audit, and without its suspects
   5  starts: two CosFace networks, and what the probe says of going on from them
   6  fine-tune both with CosFace and Q-Margin
   7  tables with intervals and figures
@@ -60,7 +60,21 @@ run_part() {
 
 if includes 2; then log "stage 2: tune" && run_part tune; fi
 if includes 3; then log "stage 3: heads" && run_part heads; fi
-if includes 4; then log "stage 4: noise" && run_part noise; fi
+
+if includes 4; then
+  log "stage 4: noise"
+  run_part noise
+  for share in 5 20; do
+    run="$work/noise/qmargin_a150_flip$share/seed_0"
+    if [ ! -f "$work/data/train_cleaned$share/found.json" ]; then
+      wespeaker-qmargin audit --exp_dir "$run" --top 5
+      python "$local/remove_suspects.py" "$run/audit.tsv" "$work/data/train_flip$share" \
+        "$work/data/train_cleaned$share" --share "$(printf '0.%02d' "$share")" \
+        --truth "$work/data/train/utt2spk"
+    fi
+  done
+  run_part cleaned
+fi
 
 if includes 5; then
   log "stage 5: starts"

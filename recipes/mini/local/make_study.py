@@ -1,8 +1,9 @@
-"""Write the YAMLs of the study for `wespeaker-qmargin grid`: tune, heads, noise or finetune.
+"""Write the YAMLs of the study for `wespeaker-qmargin grid`, a part at a time.
 
 WORK has data/ (study_data.py). tune.yaml trains every head at three learning rates, one seed, with
 60 training speakers held out; heads.yaml and noise.yaml use the rate that was best for a head, by
-the mean EER of the held-out speakers over the last three epochs; finetune.yaml goes on from two
+the mean EER of the held-out speakers over the last three epochs; cleaned.yaml trains on what is
+left without the audit's suspects; finetune.yaml goes on from two
 CosFace networks of this study: one from the middle of its training, one trained three times as
 long.
 """
@@ -19,6 +20,7 @@ from wespeaker_qmargin.files import write_text
 EXAMPLE = """example:
   python recipes/mini/local/make_study.py recipes/mini/exp/study heads
 """
+PARTS = ("tune", "heads", "noise", "cleaned", "starts", "finetune")
 SEEDS = [0, 1, 2]
 RATES = (0.0005, 0.001, 0.002)
 EPOCHS, CONTINUED = 15, 5
@@ -111,6 +113,18 @@ def noise(work: Path) -> dict:
     }
 
 
+def cleaned(work: Path) -> dict:
+    """Return the same without the utterances that an audit of a noisy Q-Margin run suspects."""
+    rates = best_rates(work)
+    return {
+        f"{head}_cleaned{share}": cell(
+            head, 0.2, **rate(rates[head]), train_data=str(work / f"data/train_cleaned{share}")
+        )
+        for head in ("cosface", "qmargin_a150")
+        for share in (5, 20)
+    }
+
+
 def starts(work: Path) -> dict:
     """Return the CosFace networks that are fine-tuned: one seed, two lengths."""
     rates = best_rates(work)
@@ -167,7 +181,7 @@ def main() -> None:
         description=__doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("work", type=Path)
-    parser.add_argument("part", choices=("tune", "heads", "noise", "starts", "finetune"))
+    parser.add_argument("part", choices=PARTS)
     args = parser.parse_args()
     work = args.work.resolve()
     try:

@@ -33,8 +33,8 @@ def controls(part: str, names: list[str]) -> dict[str, list[str]]:
             groups[f"cosface_{margin}"].append(name)
             if name in PLAIN:
                 groups["cosface_m01"].append(name)
-    elif part == "noise":
-        groups = {f"cosface_flip{share}": [] for share in (5, 20)}
+    elif part in ("noise", "cleaned"):
+        groups = {name: [] for name in names if name.startswith("cosface")}
         for name in names:
             groups[f"cosface_{name.rsplit('_', 1)[1]}"].append(name)
     else:
@@ -102,7 +102,7 @@ def write(work: Path, *, replicates: int) -> Path:
         rates = best_rates(work)
         rows = "".join(f"| {head} | {rate:g} |\n" for head, rate in rates.items())
         text.append(f"### learning rates found\n\n| head | rate |\n| --- | --- |\n{rows}")
-    for part in ("heads", "noise", "finetune"):
+    for part in ("heads", "noise", "cleaned", "finetune"):
         path = work / f"{part}.yaml"
         study = read_study(path) if path.is_file() else None
         if study is None or not all(map(study.is_finished, study.cells)):
@@ -110,6 +110,9 @@ def write(work: Path, *, replicates: int) -> Path:
             continue
         collect(study)
         text.append(tables(study, part, work, replicates=replicates))
+    for path in sorted(work.glob("data/*/found.json")):
+        numbers = json.loads(path.read_text(encoding="utf-8"))
+        text.append(f"### audit for {path.parent.name}\n\n{numbers}\n")
     for path in sorted(work.glob("probe/*/probe.md")):
         text.append(f"### probe of {path.parent.name}\n\n{path.read_text(encoding='utf-8')}")
     write_text(work / "tables.md", "\n".join(text))
