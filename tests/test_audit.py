@@ -1,5 +1,6 @@
 """The audit: scores against a loop, any head's loss, flipped labels found, what it leaves out."""
 
+import dataclasses
 import shutil
 
 import numpy as np
@@ -159,6 +160,12 @@ def test_embeddings_that_are_not_finite(config, tmp_path, monkeypatch, caplog):
 
 def test_bad_input(config, tmp_path):
     exp = make_run(tmp_path / "run", config)
+    (tmp_path / "softmax").mkdir()
+    softmax = dataclasses.replace(config, projection_args={"project_type": "softmax"})
+    save_config(softmax, tmp_path / "softmax" / "config.yaml")
+    shutil.copytree(exp / "models", tmp_path / "softmax" / "models")
+    with pytest.raises(ValueError, match="project_type softmax: it has no row a class"):
+        audit(tmp_path / "softmax")
     with pytest.raises(ValueError, match="4 checkpoints are needed, found 3"):
         audit(exp, epochs=4)
     with pytest.raises(ValueError, match="only in one of them: s2, s3"):

@@ -186,12 +186,18 @@ def test_an_aam_checkpoint_of_wespeakers(tiny, corpus, tmp_path):
     check(found, reference(config, path, embeddings, [u.spk for u in utterances]))
 
 
-def test_a_subcentre_head_gives_no_rows(tiny, corpus, tmp_path):
-    head = "{project_type: arc_margin_intertopk_subcenter, scale: 32, easy_margin: false}"
+@pytest.mark.parametrize(
+    "head",
+    [
+        "{project_type: arc_margin_intertopk_subcenter, scale: 32, easy_margin: false}",
+        "{project_type: softmax}",  # batch norm, ReLU, then the rows
+    ],
+)
+def test_a_head_without_a_row_a_class_gives_none(tiny, corpus, tmp_path, head):
     folder = make_experiment(tmp_path / "source", load_config(tiny, ["--projection_args", head]))
     found = looked_at(folder, corpus, whole=True)
     assert (found.report.rows_by_name, found.report.rows_from_means) == (0, 10)
-    with pytest.raises(ValueError, match="subcenter: a new head is initialised row by row"):
+    with pytest.raises(ValueError, match="it has no row a class, which prototypes are"):
         looked_at(folder, corpus, ["--projection_args", head])
 
 

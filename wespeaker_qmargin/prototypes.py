@@ -22,7 +22,7 @@ from wespeaker_qmargin.validate import split_speakers
 logger = logging.getLogger(__name__)
 
 # heads whose ``weight`` has one row a class, a direction in the space of the embeddings
-ROW_HEADS = ("q_margin", "add_margin", "arc_margin", "sphere", "sphereface2", "softmax")
+ROW_HEADS = ("q_margin", "add_margin", "arc_margin", "sphere", "sphereface2")
 
 Row = tuple[str, int]  # speaker, number of the speed
 _CENTRE: Row = "", 0  # stands for all speakers: no name is empty
@@ -44,7 +44,7 @@ def row_names(training: list[Utterance], config: Config) -> list[Row]:
     kind = config.projection_args["project_type"]
     if kind not in ROW_HEADS:
         raise ValueError(
-            f"project_type {kind}: a new head is initialised row by row, which needs one of "
+            f"project_type {kind}: it has no row a class, which prototypes are; expected one of "
             f"{', '.join(ROW_HEADS)}"
         )
     args = config.dataset_args

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 from prepare_data import write_table
+from scipy.stats import mannwhitneyu
 
 from wespeaker_qmargin.files import read_table, write_text
-from wespeaker_qmargin.roc import roc
 
 EXAMPLE = """example:
   python recipes/mini/local/remove_suspects.py exp/run/audit.tsv data/train data/cleaned \\
@@ -35,9 +35,9 @@ def found(suspects: list[dict], utt2spk: dict[str, str], truth: dict[str, str], 
     numbers = {"utterances": len(wrong), "wrong": int(wrong.sum()), "removed": count}
     numbers["removed_wrong"] = int(wrong[:count].sum())
     for key in ("score", "loss"):
-        curve = roc(np.array([float(row[key]) for row in suspects]), wrong)
-        order = np.argsort(curve.fpr)
-        numbers[f"auc_{key}"] = float(np.trapezoid(1 - curve.fnr[order], curve.fpr[order]))
+        values = np.array([float(row[key]) for row in suspects])
+        statistic = mannwhitneyu(values[wrong], values[~wrong]).statistic
+        numbers[f"auc_{key}"] = float(statistic / (wrong.sum() * (~wrong).sum()))
     return numbers
 
 
