@@ -213,7 +213,7 @@ def test_subcentres_are_not_taken_for_speed_copies(tiny, tmp_path):
     assert len(rows_of(folder / "models" / "avg_model.pt")) == 6
     report = start(tiny, find_source(folder))[1]
     assert (report.rows_by_name, report.rows_from_means) == (0, 10)
-    with pytest.raises(ValueError, match="arc_margin_intertopk_subcenter: a new head is initial"):
+    with pytest.raises(ValueError, match="arc_margin_intertopk_subcenter: it has no row a class"):
         start(tiny, find_source(folder), head)
 
 

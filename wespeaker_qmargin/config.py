@@ -165,18 +165,32 @@ def read_config(path) -> dict:
     return _read_with_base(Path(path), ())
 
 
+def read_yaml(path: Path) -> dict:
+    """Return the keys and values of one YAML file; no tag in it builds an object.
+
+    Raises:
+        ValueError: no YAML, or not keys and values; in one line.
+    """
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not a UTF-8 text file ({error})") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date of no day
+        raise ValueError(
+            f"{path}: not a plain YAML file: {' '.join(str(error).split())}"
+        ) from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected keys and values, found {type(content).__name__}")
+    return content
+
+
 def _read_with_base(path: Path, seen: tuple[Path, ...]) -> dict:
     path = path.resolve()
     if path in seen:
         raise ValueError(f"base: goes in a circle: {' -> '.join(map(str, (*seen, path)))}")
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such config file")
-    try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path}: not a plain YAML file: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: expected keys and values, found {type(content).__name__}")
+    content = read_yaml(path)
     base = content.pop("base", None)
     if base is None:
         return content

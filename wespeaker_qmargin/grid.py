@@ -15,9 +15,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-import yaml
-
-from wespeaker_qmargin.config import Config, load_config, make_config, overlay, read_config, to_dict
+from wespeaker_qmargin.config import (
+    Config,
+    load_config,
+    make_config,
+    overlay,
+    read_config,
+    read_yaml,
+    to_dict,
+)
 from wespeaker_qmargin.extract import extract_experiment
 from wespeaker_qmargin.figures import heat_maps_svg
 from wespeaker_qmargin.files import write_text
@@ -97,9 +103,9 @@ def read_study(path) -> Study:
     path = Path(path).resolve()
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such study")
-    study = yaml.safe_load(path.read_text(encoding="utf-8"))
-    if not isinstance(study, dict) or not study.keys() <= _KEYS:
-        unknown = sorted(study.keys() - _KEYS) if isinstance(study, dict) else [repr(study)]
+    study = read_yaml(path)
+    if not study.keys() <= _KEYS:
+        unknown = sorted(map(repr, study.keys() - _KEYS))
         raise ValueError(f"{path}: expected the keys {', '.join(sorted(_KEYS))}; found {unknown}")
     for key in ("exp_dir", "config", "test"):
         if key not in study:

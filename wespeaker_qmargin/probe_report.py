@@ -192,7 +192,9 @@ def draw(found: Sequence[Probe], path) -> None:
         (_draw_leads if len(found) == 1 else _draw_won)(axes, found)
         axes.legend(fontsize=8)
         with atomic_path(path) as temporary:
-            figure.savefig(temporary, format=Path(path).suffix[1:] or "png", dpi=160)
+            kind = Path(path).suffix[1:] or "png"
+            metadata = {"Date": None} if kind == "svg" else None  # the same data, the same bytes
+            figure.savefig(temporary, format=kind, dpi=160, metadata=metadata)
 
 
 def _lines(found: Sequence[Probe]):

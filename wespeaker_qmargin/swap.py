@@ -85,8 +85,8 @@ def swap(
         explain(old, new)  # refuses what a head refuses
         if after == text:
             raise ValueError(f"is {head_name(new)} already; {_hint(new)}")
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+    except (ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
     return swapped
 
 

@@ -73,7 +73,7 @@ def _mappings(node):
 
 
 def _value(node):
-    return yaml.safe_load(yaml.serialize(node))
+    return yaml.SafeLoader("").construct_document(node)
 
 
 def _content(text: str):
