@@ -22,7 +22,7 @@ setup(
     install_requires=[
         "torch>=2.6",
         "numpy",
-        "scipy",
+        "scipy>=1.12",
         "pyyaml",
         "kaldiio",
         "soundfile",

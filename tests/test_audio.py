@@ -1,6 +1,8 @@
 """Reading audio: formats, channels, rates, pieces, and every kind of broken file."""
 
 import io
+import os
+import struct
 import tarfile
 
 import numpy as np
@@ -10,13 +12,12 @@ import soundfile
 from wespeaker_qmargin.audio import (
     Audio,
     AudioError,
-    LmdbValue,
-    TarMember,
     TooShort,
     Utterance,
     load_audio,
     resample,
 )
+from wespeaker_qmargin.sources import Command, LmdbValue, TarMember
 
 FORMATS = {  # suffix: subtype
     "wav": "PCM_16",
@@ -183,3 +184,181 @@ def test_the_shortest_allowed_length_is_allowed(tmp_path):
     assert len(load_audio(utterance, 16000, min_samples=400)) == 400
     with pytest.raises(TooShort):
         load_audio(utterance, 16000, min_samples=401)
+
+
+SUBTYPES = [
+    ("wav", "PCM_U8"),
+    ("wav", "PCM_16"),
+    ("wav", "PCM_24"),
+    ("wav", "PCM_32"),
+    ("wav", "FLOAT"),
+    ("wav", "DOUBLE"),
+    ("wav", "ULAW"),
+    ("wav", "GSM610"),
+    ("wav", "G721_32"),
+    ("flac", "PCM_24"),
+    ("au", "ALAW"),
+]
+
+
+@pytest.mark.parametrize("suffix, subtype", SUBTYPES)
+def test_subtypes_are_read_at_one_scale(tmp_path, suffix, subtype):
+    time = np.arange(16000) / 16000
+    tone = (0.5 * np.sin(2 * np.pi * 440 * time)).astype(np.float32)
+    utterance = write(tmp_path / f"a.{suffix}", tone, subtype=subtype)
+    wav = load_audio(utterance, 16000)
+    assert wav.dtype == np.float32 and len(wav) >= 16000
+    assert np.abs(wav[:16000] - tone).mean() < 0.02
+    with Audio(utterance) as audio:  # some of these cannot be rewound
+        assert np.array_equal(audio.read(5000, 3000), wav[5000:8000])
+    with Audio(utterance) as audio:
+        assert np.array_equal(np.concatenate(list(audio.blocks())), wav)
+
+
+@pytest.mark.parametrize("samples, rate", [(1, 16000), (399, 16000), (400, 16000), (800, 16000)])
+@pytest.mark.parametrize("channels", [1, 2])
+def test_short_audio_is_read_or_refused(tmp_path, samples, rate, channels):
+    wav = np.repeat(noise(samples)[:, None], channels, axis=1)
+    utterance = write(tmp_path / "a.wav", wav, rate, subtype="FLOAT")
+    if samples < 400:
+        with pytest.raises(TooShort):
+            load_audio(utterance, 16000, min_samples=400)
+    else:
+        assert np.array_equal(load_audio(utterance, 16000, min_samples=400), noise(samples))
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_blocks_are_the_whole(tmp_path, suffix, monkeypatch):
+    monkeypatch.setattr("wespeaker_qmargin.audio._BLOCK", 700)
+    utterance = write(tmp_path / f"a.{suffix}", noise(16000))
+    utterance = utterance._replace(vad=((0.1, 0.3), (0.5, 0.9)))
+    with Audio(utterance) as audio:
+        blocks = list(audio.blocks())
+    assert max(map(len, blocks)) == 700
+    np.testing.assert_allclose(np.concatenate(blocks), load_audio(utterance, 16000), atol=1e-6)
+
+
+def test_truncation_is_seen_by_blocks(tmp_path):
+    utterance = write(tmp_path / "a.flac", noise(48000))
+    cut(tmp_path / "a.flac", 0.5)
+    with Audio(utterance) as audio, pytest.raises(AudioError, match="truncated|broken"):
+        list(audio.blocks())
+
+
+def with_length(path, data_size: int) -> Utterance:
+    data = bytearray(path.read_bytes())
+    at = data.index(b"data") + 4
+    data[at : at + 4] = struct.pack("<I", data_size)
+    path.write_bytes(data)
+    return Utterance("utt", "spk", str(path))
+
+
+@pytest.mark.parametrize("size", [0, 100, 16000, 24001, 24003])
+def test_a_wav_longer_than_its_header_says_is_refused(tmp_path, size):
+    write(tmp_path / "a.wav", noise(16000))
+    utterance = with_length(tmp_path / "a.wav", size)
+    with pytest.raises(AudioError, match=rf"its header says {size} bytes .* write the file again"):
+        load_audio(utterance, 16000)
+
+
+@pytest.mark.parametrize("size", [32001, 40000, 2**30])
+def test_a_wav_shorter_than_its_header_says_is_refused(tmp_path, size):
+    write(tmp_path / "a.wav", noise(16000))
+    with pytest.raises(AudioError, match=f"truncated: 32000 of {size} bytes"):
+        load_audio(with_length(tmp_path / "a.wav", size), 16000)
+
+
+def test_a_wav_with_further_chunks_or_a_little_junk_is_read(tmp_path):
+    utterance = write(tmp_path / "a.wav", noise(16000))
+    whole, data = load_audio(utterance, 16000), (tmp_path / "a.wav").read_bytes()
+    for tail in (b"LIST\x04\0\0\0abcd", b"id3 \x04\0\0\0abcd", b"\x01\xfe" * 50, bytes(64)):
+        (tmp_path / "a.wav").write_bytes(data + tail)
+        assert np.array_equal(load_audio(utterance, 16000), whole)
+
+
+@pytest.mark.parametrize("rate", [0, 1, 999, 768001, 2**31 - 1])
+def test_rates_that_no_audio_has_are_refused(tmp_path, rate):
+    utterance = write(tmp_path / "a.wav", noise(1600))
+    data = bytearray((tmp_path / "a.wav").read_bytes())
+    data[24:28] = struct.pack("<I", rate)
+    (tmp_path / "a.wav").write_bytes(data)
+    with pytest.raises(AudioError, match="expected a rate of 1000 to 768000 Hz|Expected audio"):
+        load_audio(utterance, 16000)
+
+
+@pytest.mark.parametrize(
+    "path, reason",
+    [
+        ("", "No such file"),
+        ("a.wav\0b", r"'a\.wav\\x00b': embedded null byte"),
+        ("a\nb.wav", r"'a\\nb\.wav': No such file"),
+        ("\ud800.wav", r"'\\ud800\.wav': a path of characters that no file name can have"),
+        ("x" * 300 + ".wav", "File name too long"),
+        ("no/such.wav", "No such file or directory in .*, from where relative paths count"),
+    ],
+)
+def test_odd_paths_are_refused_in_one_printable_line(tmp_path, monkeypatch, path, reason):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(AudioError, match=rf"^utt: .*{reason}") as caught:
+        load_audio(Utterance("utt", None, path), 16000)
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    "name", ["a b  c.wav", "è 音.wav", "a,b:c;d.wav", "-a.wav", "a|b&$(c).wav"]
+)
+def test_any_name_is_read(tmp_path, name):
+    write(tmp_path / name, noise(800), subtype="FLOAT")
+    assert np.array_equal(load_audio(Utterance("u", None, str(tmp_path / name)), 16000), noise(800))
+
+
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "a.wav")
+    for path in (str(tmp_path / "a.wav"), "/dev/zero"):
+        with pytest.raises(AudioError, match=r"not a regular file \(a FIFO, socket or device\)"):
+            load_audio(Utterance("utt", None, path), 16000)
+    (tmp_path / "loop.wav").symlink_to(tmp_path / "loop.wav")
+    with pytest.raises(AudioError, match="symbolic links"):
+        load_audio(Utterance("utt", None, str(tmp_path / "loop.wav")), 16000)
+    (tmp_path / "a.raw").write_bytes(bytes(3200))
+    with pytest.raises(AudioError, match="headerless samples"):
+        load_audio(Utterance("utt", None, str(tmp_path / "a.raw")), 16000)
+
+
+def test_permission_denied_is_named(tmp_path):
+    utterance = write(tmp_path / "a.wav", noise(800))
+    (tmp_path / "a.wav").chmod(0)
+    user = os.geteuid()
+    if user == 0:  # root may read everything
+        os.seteuid(65534)
+    try:
+        with pytest.raises(AudioError, match=r"^utt: .*a\.wav: Permission denied"):
+            load_audio(utterance, 16000)
+    finally:
+        os.seteuid(user)
+
+
+def test_commands_write_audio_or_are_named_with_their_status(tmp_path):
+    path = write(tmp_path / "a b.wav", noise(800), subtype="FLOAT").source
+    good = Utterance("u", None, Command(f"cat '{path}'"))
+    assert np.array_equal(load_audio(good, 16000), noise(800))
+    for text, reason in (
+        (f"cat '{path}'; echo one >&2; echo two >&2; exit 1", "ended with status 1: two"),
+        ("exit 7", "ended with status 7"),
+        ("kill -9 $$", "ended with status -9"),
+        ("no-such-program", "ended with status 127"),
+        ("true", "the file is empty"),
+        ("echo text", "Expected audio"),
+        ("cat", "the file is empty"),  # it is given no terminal to wait for
+    ):
+        with pytest.raises(AudioError, match=rf"^u: .*: .*{reason}") as caught:
+            load_audio(Utterance("u", None, Command(text)), 16000)
+        assert "\n" not in str(caught.value)
+
+
+def test_lmdb_faults_are_audio_errors(tmp_path):
+    lmdb = pytest.importorskip("lmdb")
+    lmdb.open(str(tmp_path / "db"), map_size=1 << 20).close()
+    for path, reason in ((tmp_path / "db", "no such key"), (tmp_path / "no", "no LMDB that can")):
+        with pytest.raises(AudioError, match=rf"^u: {path}: k: {reason}"):
+            load_audio(Utterance("u", None, LmdbValue(str(path), "k")), 16000)

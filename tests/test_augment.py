@@ -268,9 +268,9 @@ def test_unknown_categories_are_told_once(tmp_path, caplog):
 
 def test_what_is_refused(tmp_path):
     zeros = write_source(tmp_path / "zeros", {"rir-z": np.zeros(100)})
-    with pytest.raises(ValueError, match=r"zeros: rir-z: all samples are zero"):
+    with pytest.raises(ValueError, match=r"^rir-z: .*zeros/0\.wav: all samples are zero"):
         augmenter(reverb=zeros)(speech(), rng())
-    with pytest.raises(ValueError, match=r"zeros: rir-z: all samples are zero"):
+    with pytest.raises(ValueError, match=r"^rir-z: .*zeros/0\.wav: all samples are zero"):
         augmenter(noise=zeros)(speech(), rng())
     (zeros / "0.wav").write_bytes(b"no audio")
     with pytest.raises(ValueError, match=r"rir-z: .*0\.wav: "):
@@ -291,3 +291,79 @@ def test_empty_lmdb_and_missing_package(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "lmdb", None)
     with pytest.raises(ImportError, match=r"pip install 'wespeaker-qmargin\[lmdb\]'"):
         AudioSource(database)
+
+
+def test_a_broken_lmdb_is_refused(tmp_path):
+    pytest.importorskip("lmdb")
+    (tmp_path / "data.mdb").write_bytes(b"no database" * 999)
+    with pytest.raises(ValueError, match="no LMDB that can be opened"):
+        AudioSource(tmp_path)
+
+
+def test_bad_files_are_passed_over_and_told(tmp_path):
+    files = {"noise-z": np.zeros(800), "noise-a": speech(8000, seed=1), "noise-gone": speech()}
+    noise = write_source(tmp_path / "noise", files)
+    (noise / "2.wav").unlink()
+    augment, told = augmenter(noise=noise), []
+    for seed in range(30):
+        problems = []
+        out = augment(speech(level=0.01), rng(seed), problems=problems)
+        again = augment(speech(level=0.01), rng(seed), problems=[])
+        assert np.array_equal(out, again) and not np.array_equal(out, speech(level=0.01))
+        told += problems
+    assert set(told) == {
+        f"noise-z: {noise}/0.wav: all samples are zero, or too few",
+        f"noise-gone: {noise}/2.wav: No such file or directory",
+    }
+
+
+@pytest.mark.parametrize("broken", ["noise", "reverb"])
+def test_a_source_of_bad_files_is_off_and_the_other_is_not(tmp_path, broken):
+    bad = write_source(tmp_path / "bad", {"noise-z": np.zeros(800)})
+    good = write_source(tmp_path / "good", {"noise-a": speech(800)})
+    both = augmenter(**{"noise": good, "reverb": good, broken: bad})
+    alone = augmenter(**{broken: bad})
+    wav, told = speech(level=0.01), []
+    for seed in range(20):
+        out = both(wav, rng(seed), problems=told)
+        assert np.isfinite(out).all() and not np.array_equal(out, wav)
+        assert alone(wav, rng(seed), problems=told) is wav
+    off = [text for text in set(told) if "this source is off" in text]
+    assert len(off) == 1 and off[0].startswith(f"{bad}: 20 files drawn in a row are unusable")
+    assert len(set(told)) == 2
+
+
+@pytest.mark.parametrize("rate", [8000, 16000, 44100, 48000])
+@pytest.mark.parametrize("samples", [1, 2, 3, 7, 1000])
+def test_the_shortest_noise_gives_the_snr_or_is_refused(tmp_path, rate, samples):
+    files = {"noise-a": 0.1 + 0.05 * np.random.default_rng(0).random((samples, 2))}
+    augment = augmenter(noise=write_source(tmp_path / "noise", files, rate))
+    wav, problems = speech(level=0.01), []
+    out = augment(wav, rng(3), problems=problems).astype(np.float64)
+    if problems:
+        assert samples < 3 and rate > 16000 and np.array_equal(out, wav)
+        return
+    ratio = np.mean(np.square(wav, dtype=np.float64)) / np.mean((out - wav) ** 2)
+    assert -0.1 < 10 * np.log10(ratio) < 15.1
+
+
+@pytest.mark.parametrize("level", [1e-44, 1e-38, 1e-20, 1.0, 1e6])
+def test_noise_of_any_level_gives_the_snr(tmp_path, level):
+    noise = write_source(tmp_path / "noise", {"noise-a": speech(64000, seed=1) / 0.2})
+    wav = (level * np.random.default_rng(1).standard_normal(64000)).astype(np.float32)
+    soundfile.write(noise / "0.wav", wav, RATE, subtype="FLOAT")
+    out = augmenter(noise=noise)(speech(level=0.01), rng(1)).astype(np.float64)
+    added = out - speech(level=0.01)
+    ratio = np.mean(np.square(speech(level=0.01), dtype=np.float64)) / np.mean(added**2)
+    draws = rng(1)
+    draws.random(), draws.integers(1), draws.integers(1)
+    assert 10 * np.log10(ratio) == pytest.approx(draws.uniform(0, 15), abs=0.1)
+
+
+def test_a_response_that_begins_after_the_crop_is_refused(tmp_path):
+    rir = np.zeros(8000)
+    rir[7000] = 1.0
+    augment = augmenter(reverb=write_source(tmp_path / "rir", {"rir-a": rir}))
+    assert augment(speech(8000), rng()).any()
+    with pytest.raises(ValueError, match="or all that fit into the crop"):
+        augment(speech(6000), rng())

@@ -2,21 +2,29 @@
 
 import io
 import json
+import re
 import tarfile
+import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 
+import kaldiio
 import numpy as np
 import pytest
 import soundfile
 import torch
 from test_data import CROP, ramp, settings, train_set, write_utterances
 
-from wespeaker_qmargin.audio import TarMember, Utterance
+from wespeaker_qmargin import cli
+from wespeaker_qmargin.audio import Utterance
 from wespeaker_qmargin.augment import AudioSource, Augmenter
+from wespeaker_qmargin.config import load_config, save_config
 from wespeaker_qmargin.data import Batch, TrainSet, WholeSet, collate, train_loader
 from wespeaker_qmargin.lists import read_utterances, speaker_labels
+from wespeaker_qmargin.model import SpeakerNet, read_checkpoint, save_checkpoint
 from wespeaker_qmargin.order import EpochBatches
+from wespeaker_qmargin.sources import TarMember
+from wespeaker_qmargin.train import train
 
 
 @pytest.fixture
@@ -167,3 +175,132 @@ def test_real_speech(tmp_path, minivox):
     for number, utterance in enumerate(utterances[:5]):
         expected, _ = soundfile.read(utterance.source, dtype="float32")
         assert np.array_equal(whole[number][1], expected)
+
+
+def run(tiny, folder, *words) -> Path:
+    values = ("--train_data", folder, "--valid_speakers", 0, "--num_epochs", 1, *words)
+    return train(load_config(tiny, [str(value) for value in values]))
+
+
+def finite(exp_dir) -> bool:
+    state = read_checkpoint(Path(exp_dir) / "models" / "model_1.pt")
+    return all(torch.isfinite(tensor).all() for tensor in state.values())
+
+
+def write_list(folder, utterances) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "wav.scp").write_text("".join(f"{u.key} {u.source}\n" for u in utterances))
+    (folder / "utt2spk").write_text("".join(f"{u.key} {u.spk}\n" for u in utterances))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "speakers, words",
+    [
+        (["a", "b"], ("--dataloader_args.num_workers", 4, "--dataloader_args.batch_size", 2)),
+        (["a", "a", "b"], ("--dataset_args.sample_num_per_epoch", 16)),
+        (["a", "b", "b", "b", "b", "b", "b", "b"], ()),  # a speaker with one utterance
+        (["a"] * 8, ()),  # one speaker only
+    ],
+)
+def test_tiny_lists_train(tiny, utterances, tmp_path, speakers, words):
+    few = [u._replace(spk=spk) for u, spk in zip(utterances, speakers)]
+    assert finite(run(tiny, write_list(tmp_path / "few", few), *words))
+
+
+def test_too_tiny_a_list_says_what_is_missing(tiny, utterances, tmp_path):
+    with pytest.raises(ValueError, match="3 utterances an epoch make no step of 8"):
+        run(tiny, write_list(tmp_path / "few", utterances[:3]))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_list_of_utterances_below_the_minimum_ends_at_once(tiny, utterances, tmp_path, workers):
+    words = ("--dataloader_args.num_workers", workers, "--dataset_args.filter", "true")
+    words += ("--dataset_args.filter_args", "{min_num_frames: 101}")
+    with pytest.raises(ValueError, match="200 too short.*at least 1.010 s"):
+        run(tiny, write_list(tmp_path / "all", utterances), *words)
+
+
+def test_one_shard_serves_two_ranks(utterances, tmp_path):
+    write_shards(tmp_path, utterances)
+    (tmp_path / "one.list").write_text(f"{tmp_path}/1.tar\n")
+    items = train_set(read_utterances("shard", tmp_path / "one.list"))
+    assert items.block == [5]
+    keys = []
+    for rank in (0, 1):
+        epoch = {"seed": 5, "epoch": 0, "num_batches": 2, "block": items.block}
+        batches = EpochBatches(5, 2, rank=rank, world_size=2, **epoch)
+        loader = train_loader(items, batches, loader_args(2))
+        keys.append([key for batch in loader for key in batch.keys])
+    assert len(keys[0]) == len(keys[1]) == 4 and len({*keys[0], *keys[1]}) == 5
+
+
+def odd_audio(folder) -> tuple[dict[str, str], dict[str, str]]:
+    """Utterances that have an embedding, and those that are refused, with the reason."""
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    good, wavs = {}, {}
+    wavs["short"] = (rng.standard_normal(4000) / 9, 16000, {})
+    wavs["zeros"] = (np.zeros(32000), 16000, {})
+    wavs["constant"] = (np.full(32000, 0.5), 16000, {})
+    wavs["stereo"] = (rng.standard_normal((16000, 2)) / 9, 16000, {})
+    for rate in (8000, 44100, 48000):
+        wavs[f"rate{rate}"] = (rng.standard_normal(rate) / 9, rate, {})
+    for subtype in ("PCM_16", "PCM_32", "FLOAT", "DOUBLE"):
+        wavs[subtype] = (rng.standard_normal(16000) / 9, 16000, {"subtype": subtype})
+    for name, (wav, rate, options) in wavs.items():
+        soundfile.write(folder / f"{name}.wav", wav, rate, **options)
+        good[name] = f"{folder}/{name}.wav"
+    one = rng.standard_normal(16000) / 9
+    for suffix, subtype in (("flac", "PCM_24"), ("mp3", "MPEG_LAYER_III"), ("ogg", "OPUS")):
+        soundfile.write(folder / f"x.{suffix}", one, 16000, subtype=subtype)
+        good[suffix] = f"{folder}/x.{suffix}"
+    for samples in (0, 1, 399):
+        soundfile.write(folder / f"n{samples}.wav", one[:samples], 16000)
+    data = (folder / "x.flac").read_bytes()
+    (folder / "cut.flac").write_bytes(data[: len(data) // 2])
+    (folder / "empty.wav").write_bytes(b"")
+    refused = {
+        "n0.wav": "holds no samples",
+        "n1.wav": "too short: 0.000 s",
+        "n399.wav": "too short: 0.025 s",
+        "cut.flac": "truncated|broken",
+        "empty.wav": "the file is empty",
+        "gone.wav": "No such file",
+        ".": "Is a directory",
+    }
+    return good, {f"{folder}/{name}": reason for name, reason in refused.items()}
+
+
+def test_odd_audio_has_finite_embeddings_or_is_named_and_the_rest_goes_on(tiny, tmp_path):
+    good, refused = odd_audio(tmp_path / "odd")
+    config = load_config(tiny)
+    save_config(config, tmp_path / "exp" / "config.yaml")
+    torch.manual_seed(0)
+    save_checkpoint(SpeakerNet(config, 8), tmp_path / "exp" / "models" / "avg_model.pt")
+    lines = [f"{key} {path}\n" for key, path in good.items()]
+    lines += [f"bad{number} {path}\n" for number, path in enumerate(refused)]
+    (tmp_path / "wav.scp").write_text("".join(lines[::-1]))  # the bad ones first
+    words = ("--exp_dir", tmp_path / "exp", "--data", tmp_path / "wav.scp", "--out", tmp_path / "x")
+    words = ["extract", *map(str, words), "--device", "cpu"]
+    assert cli.main(words) == 1 and cli.main([*words, "--skip_bad"]) == 0
+    vectors = dict(kaldiio.load_scp(str(tmp_path / "x" / "xvector.scp")))
+    assert vectors.keys() == good.keys()
+    assert all(np.isfinite(vector).all() for vector in vectors.values())
+    told = (tmp_path / "x" / "xvector.bad").read_text().splitlines()[::-1]
+    assert len(told) == len(refused)
+    for number, (path, reason) in enumerate(refused.items()):
+        assert re.match(rf"bad{number}: {re.escape(path)}: .*({reason})", told[number])
+
+
+def test_a_crop_of_a_long_file_reads_the_crop_only(tmp_path):
+    minutes, rate = 180, 16000
+    with soundfile.SoundFile(tmp_path / "a.wav", "w", rate, 1) as file:
+        file.truncate(minutes * 60 * rate)  # 3 h of zeros, which take no disk
+        file.seek(0)
+        file.write(ramp(16000, 0))
+    items = train_set([Utterance("u", "s", str(tmp_path / "a.wav"))])
+    tracemalloc.start()
+    assert items[0, 0].wav.shape == (CROP,)
+    assert tracemalloc.get_traced_memory()[1] < 2**20
+    tracemalloc.stop()

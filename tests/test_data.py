@@ -141,21 +141,40 @@ def test_bad_files_are_replaced_and_named(utterances, tmp_path):
 def test_a_list_whose_files_all_fail_ends_in_an_error(utterances, tmp_path):
     for number in range(8):
         (tmp_path / f"{number}.wav").write_bytes(b"")
-    with pytest.raises(ValueError, match="20 utterances drawn in a row are unusable: u5") as caught:
+    with pytest.raises(ValueError, match="200 utterances drawn in a row are unus.*: u5") as caught:
         train_set(utterances)[0, 5]
-    assert "the file is empty" in str(caught.value) and "\n" not in str(caught.value)
+    message = str(caught.value)
+    assert "the file is empty" in message and "\n" not in message
+    assert message.count("the file is empty") == 3 and message.endswith("; ...")
 
 
-def test_a_bad_noise_file_is_an_error_not_a_bad_utterance(utterances, tmp_path):
+def test_a_list_of_too_short_utterances_says_so(utterances, tmp_path):
+    for number in range(8):
+        soundfile.write(tmp_path / f"{number}.wav", ramp(1599, number), 16000)
+    with pytest.raises(ValueError, match=r"\(200 too short\): u5: .*at least 0\.1"):
+        train_set(utterances)[0, 5]
+
+
+def test_one_usable_utterance_of_many_is_found(utterances, tmp_path):
+    many = utterances[:1] + [Utterance(f"x{i}", "s3", f"{tmp_path}/no{i}.wav") for i in range(15)]
+    items = train_set(many)
+    assert all(items[0, index].key == "u0" for index in range(16))
+
+
+def test_bad_noise_files_are_no_bad_utterances(utterances, tmp_path):
     (tmp_path / "noise.scp").write_text(f"noise-a {tmp_path}/gone.wav\n")
     noise = AudioSource(tmp_path / "noise.scp")
     items = train_set(utterances, augmenter=Augmenter(noise, None, prob=1.0, sample_rate=16000))
-    with pytest.raises(ValueError, match=r"^noise-a: .*gone\.wav: No such file"):
-        items[0, 0]
+    sample = items[0, 0]
+    assert sample.key == "u0" and sample.problems == sample.too_short == []
+    assert sample.bad_sources[0] == f"noise-a: {tmp_path}/gone.wav: No such file or directory"
+    assert "this source is off" in sample.bad_sources[-1]
+    assert collate([sample, items[0, 1]]).bad_sources == 2 * sample.bad_sources
+    assert torch.equal(sample.wav, train_set(utterances)[0, 0].wav)
 
 
 def test_augmenter_gets_the_crop_and_a_generator_of_its_own(utterances):
-    def augment(wav, rng):
+    def augment(wav, rng, *, problems):
         assert wav.shape == (CROP,)
         return np.full(CROP, rng.random(), np.float32)
 

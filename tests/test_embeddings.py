@@ -4,7 +4,12 @@ import kaldiio
 import numpy as np
 import pytest
 
-from wespeaker_qmargin.embeddings import mean_vector, read_embeddings, speaker_means
+from wespeaker_qmargin.embeddings import (
+    mean_vector,
+    read_cohort,
+    read_embeddings,
+    speaker_means,
+)
 
 
 def write(folder, vectors, name="xvector"):
@@ -71,6 +76,48 @@ def test_bad_vectors_name_key_and_file(tmp_path, vectors, bad, words):
     assert len(read_embeddings(scp, list(vectors)).keys) == 5  # never reads what nobody asked for
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_bad_vectors_are_skipped_and_counted(tmp_path, vectors, caplog, value):
+    bad = {"bad0": np.full(5, value, np.float32), "bad1": np.array([0, 0, value, 0, 0])}
+    # the first entry of all is bad, too
+    scp = write(tmp_path, {"bad0": bad["bad0"], **vectors, "bad1": bad["bad1"]})
+    with pytest.raises(
+        ValueError, match=r"xvector.scp: embedding bad0 at .*ark.* holds NaN or inf"
+    ):
+        read_embeddings(scp)
+    found = read_embeddings(scp, skip_bad=True)
+    assert found.keys == list(vectors)
+    np.testing.assert_array_equal(found.vectors, list(vectors.values()))
+    assert "2 of 7 embeddings hold NaN or infinity: skipped, the first: bad0 bad1" in caplog.text
+    mean = np.mean(list(vectors.values()), axis=0)
+    np.testing.assert_allclose(mean_vector(scp, skip_bad=True), mean, rtol=1e-5)
+    (tmp_path / "utt2spk").write_text("".join(f"{key} {key[0]}\n" for key in [*vectors, *bad]))
+    by_speaker = speaker_means(scp, tmp_path / "utt2spk", skip_bad=True)
+    assert by_speaker.keys == ["u"]  # of the speaker b nothing is left
+    np.testing.assert_allclose(by_speaker.vectors[0], mean, rtol=1e-5)
+    scp = write(tmp_path / "all", bad)
+    for read in (read_embeddings, mean_vector):
+        with pytest.raises(ValueError, match="2 of 2 embeddings hold NaN"):
+            read(scp, skip_bad=True)
+
+
+def test_missing_keys_are_skipped_where_asked(tmp_path, vectors):
+    scp = write(tmp_path, vectors)
+    assert read_embeddings(scp, ["u00", "none"], skip_missing=True).keys == ["u00"]
+    with pytest.raises(ValueError, match="keys without embedding: 1, the first: none"):
+        read_embeddings(scp, ["none"], skip_missing=True)
+
+
+def test_a_cohort_that_holds_the_trials_is_told(tmp_path, vectors, caplog):
+    scp = write(tmp_path, vectors)
+    (tmp_path / "utt2spk").write_text("".join(f"{key} s\n" for key in vectors))
+    assert read_cohort(scp, trial_keys={"other"}).keys == list(vectors)
+    assert not caplog.records
+    assert read_cohort(scp, trial_keys={"u01", "u00", "other"}).keys == list(vectors)
+    assert "the cohort holds 2 utterances of the trials, the first: u00 u01;" in caplog.text
+    assert read_cohort(scp, tmp_path / "utt2spk").keys == ["s"]
+
+
 @pytest.mark.parametrize("place", ["gone.ark:9", "xvector.ark:99999", "xvector.ark:3", "text.txt"])
 def test_unreadable_places_name_the_key(tmp_path, vectors, place):
     scp = write(tmp_path, vectors)
@@ -117,6 +164,17 @@ def test_bad_stored_mean(tmp_path, content):
     np.save(tmp_path / "mean.npy", content)
     with pytest.raises(ValueError, match=r"mean.npy: expected one finite vector"):
         mean_vector(tmp_path / "mean.npy")
+
+
+@pytest.mark.parametrize("content", [b"", b"no array", b"\x93NUMPY", np.array(["a", "b"])])
+def test_what_is_no_stored_mean(tmp_path, content):
+    path = tmp_path / "mean.npy"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        np.save(path, content)
+    with pytest.raises(ValueError, match=r"mean.npy: not a stored vector of numbers"):
+        mean_vector(path)
 
 
 def test_speaker_means(tmp_path, vectors):

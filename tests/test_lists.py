@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import soundfile
 
-from wespeaker_qmargin.audio import TarMember, Utterance, load_audio
+from wespeaker_qmargin.audio import Utterance, load_audio
 from wespeaker_qmargin.lists import read_utterances, speaker_labels
+from wespeaker_qmargin.sources import Command, TarMember
 
 
 def wav_bytes(seed: int) -> bytes:
@@ -54,6 +55,53 @@ def test_kaldi_folder(tmp_path):
     assert speaker_labels(utterances) == {"a": 0, "b": 1}
     assert read_utterances("kaldi", tmp_path / "wav.scp", tmp_path / "utt2spk") == utterances
     assert read_utterances("kaldi", tmp_path / "wav.scp")[0].spk is None
+
+
+def test_paths_of_every_kind_and_either_line_ending(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    paths = ["a b  c.wav", "è/音.wav", "a,b:c;d.wav", "../x.wav", "/abs~/x.wav", "./~x.wav"]
+    lines = [f"u{number} {path}" for number, path in enumerate(paths)] + ["h ~/x y.wav"]
+    expected = [*paths, "/home/me/x y.wav"]
+    for ending in ("\n", "\r\n"):
+        text = "\ufeff" + ending.join(lines)  # a byte-order mark, no final line end
+        (tmp_path / "wav.scp").write_bytes(text.encode())
+        assert [u.source for u in read_utterances("kaldi", tmp_path)] == expected
+        raw = [{"key": key, "wav": path} for key, path in (line.split(" ", 1) for line in lines)]
+        (tmp_path / "raw").write_bytes(ending.join(map(json.dumps, raw)).encode())
+        assert [u.source for u in read_utterances("raw", tmp_path / "raw")] == expected
+
+
+def test_the_order_of_the_keys_changes_no_label(tmp_path):
+    wavs, speakers = [f"u{i} {i}.wav" for i in range(9)], [f"u{i} s{i % 3}" for i in range(9)]
+    found = []
+    for order in (1, -1):
+        write_lines(tmp_path / "wav.scp", *wavs[::order])
+        write_lines(tmp_path / "utt2spk", *speakers[::-order])
+        utterances = read_utterances("kaldi", tmp_path)
+        labels = speaker_labels(utterances)
+        found.append({u.key: (u.source, labels[u.spk]) for u in utterances})
+    assert found[0] == found[1]
+    # the same line twice is one utterance
+    write_lines(tmp_path / "wav.scp", *wavs, wavs[0])
+    assert len(read_utterances("kaldi", tmp_path)) == 9
+
+
+def test_shell_commands_are_taken_only_where_they_are_allowed(tmp_path):
+    write_lines(tmp_path / "wav.scp", "a cat 'x y.wav' |", "b /x.wav")
+    raw = write_lines(tmp_path / "raw", '{"key": "a", "wav": "cat \'x y.wav\' |"}')
+    for data_type, path in (("kaldi", tmp_path), ("raw", raw)):
+        with pytest.raises(ValueError, match="shell commands are not run"):
+            read_utterances(data_type, path)
+        first, *rest = read_utterances(data_type, path, allow_pipes=True)
+        assert first.source == Command("cat 'x y.wav'")
+        assert all(u.source == "/x.wav" for u in rest)
+
+
+def test_speakers_are_one_line(tmp_path):
+    write_lines(tmp_path / "wav.scp", "u x.wav")
+    write_lines(tmp_path / "utt2spk", "u a\u2028b")
+    with pytest.raises(ValueError, match=r"utt2spk: u: expected a text as 'spk', one line"):
+        read_utterances("kaldi", tmp_path)
 
 
 def test_an_utt2spk_given_wins_over_the_folders(tmp_path):
@@ -124,7 +172,19 @@ RAW = '{"key": "a", "wav": "a.wav", "spk": "s"}'
         ("kaldi", ["a sox x.wav - |"], "a: shell commands are not run"),
         ("kaldi", ["a https://x.org/a.wav"], "a: expected a local path"),
         ("kaldi", [], "the file is empty"),
+        ("kaldi", ["a\u00a0b 1.wav"], "expected a key without blanks"),
         ("raw", [RAW, "{"], r"list:2: not JSON"),
+        ("raw", ["[" * 100000], r"list:1: not JSON"),
+        ("raw", ['{"key": ' + "1" * 5000 + "}"], r"list:1: not JSON"),
+        ("raw", ['{"key": "a b", "wav": "a"}'], r"list:1: expected a key without blanks"),
+        ("raw", ['{"key": "a\\nb", "wav": "a"}'], r"list:1: expected a key without blanks"),
+        ("raw", ['{"key": "", "wav": "a"}'], r"list:1: expected an object with texts"),
+        ("raw", ['{"key": "a", "wav": ""}'], r"list:1: expected an object with texts"),
+        ("raw", ['{"key": "a", "wav": "a", "spk": "s\\nt"}'], r"list:1: expected a text as 'spk'"),
+        ("raw", ['{"key": "a", "wav": "a", "spk": ""}'], r"list:1: expected a text as 'spk'"),
+        ("raw", [RAW[:-1] + ', "vad": [[NaN, 1]]}'], r"list:1: expected 'vad'"),
+        ("raw", [RAW[:-1] + ', "vad": [[0, Infinity]]}'], r"list:1: expected 'vad'"),
+        ("raw", [RAW[:-1] + ', "vad": [[0, 1' + "0" * 400 + "]]}"], r"list:1: expected 'vad'"),
         ("raw", ['["a"]'], r"list:1: expected an object with texts 'key' and 'wav'"),
         ("raw", ['{"key": "a", "spk": "s"}'], r"list:1: expected an object with texts"),
         ("raw", ['{"key": "a", "wav": "a", "spk": 3}'], r"list:1: expected a text as 'spk'"),
@@ -179,6 +239,9 @@ def test_last_member_truncated(tmp_path):
         (upstream_members(["a", "b"])[1:], r"1 key \(a\) with audio or \.spk missing"),
         (upstream_members(["a", "a"]), r"a\.spk: the key comes twice"),
         ([("readme.txt", b"hello")], "no utterance in it"),
+        (upstream_members(["a b"]), "expected a key without blanks, found 'a b'"),
+        ([("a.spk", b"s\nt"), ("a.wav", wav_bytes(0))], "a: expected a text as 'spk', one line"),
+        ([("a.spk", b""), ("a.wav", wav_bytes(0))], "a: expected a text as 'spk', one line"),
     ],
 )
 def test_bad_shards(tmp_path, members, message):

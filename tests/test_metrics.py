@@ -6,7 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from wespeaker_qmargin import metrics
+from wespeaker_qmargin import cli, metrics
+from wespeaker_qmargin.llr import cllr, min_cllr
 
 
 @pytest.fixture
@@ -50,6 +51,8 @@ def test_results_are_those_of_the_functions(data):
         "interval": 0.95,
         "utt2spk": str(data / "utt2spk"),
         "by": None,
+        "llr": False,
+        "skip_bad": False,
     }
     assert [x["name"] for x in report["results"]] == ["a.trials", "b"]
     enroll, test = ([row[side][:3] for row in rows] for side in (0, 1))
@@ -69,6 +72,7 @@ def test_results_are_those_of_the_functions(data):
     assert result == {
         "scores": str(path),
         "name": "a.trials",
+        "num_skipped": 0,
         "num_target": is_target.sum(),
         "num_nontarget": (~is_target).sum(),
         "num_speaker": 24,
@@ -78,6 +82,9 @@ def test_results_are_those_of_the_functions(data):
         "eer_threshold": metrics.roc(scores, is_target).eer_threshold(),
         "min_dcf": metrics.min_dcf(scores, is_target, **costs),
         "min_dcf_interval": dcf_interval,
+        "act_dcf": None,
+        "cllr": None,
+        "min_cllr": None,
         "groups": None,
     }
 
@@ -220,3 +227,87 @@ def test_bad_options_are_refused(data):
             metrics.evaluate([data / "b.score"], **options)
     with pytest.raises(ValueError, match="expected score files"):
         metrics.evaluate([])
+
+
+def score_file(path, targets, others):
+    lines = [f"a b {x} target" for x in targets] + [f"a c {x} nontarget" for x in others]
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return path
+
+
+def command(*words):
+    return cli.main(["metrics", "--bootstrap", "0", *map(str, words)])
+
+
+@pytest.mark.parametrize(
+    "targets, others, rates",
+    [
+        ([0.5] * 3, [0.5] * 4, "50.00 | 1.0000"),
+        ([1, 2], [0, -1], "0.00 | 0.0000"),
+        ([0, -1], [1, 2], "100.00 | 1.0000"),
+    ],
+)
+def test_degenerate_files_have_their_rates(tmp_path, capsys, caplog, targets, others, rates):
+    eer, cost = rates.split(" | ")
+    text = []
+    lines = score_file(tmp_path / "a", targets, others).read_text().splitlines()
+    shuffled = np.random.default_rng(0).permutation(lines)
+    for order in (lines, lines[::-1], shuffled):
+        (tmp_path / "a").write_text("\n".join(order))
+        assert command(tmp_path / "a", "--out", tmp_path / "results.json") == 0
+        text.append(capsys.readouterr().out.splitlines()[-1].split(" | "))
+    assert {(cells[4], cells[6]) for cells in text} == {(eer, cost)}
+    assert ("look inverted" in caplog.text) == (eer == "100.00")
+    assert json.loads((tmp_path / "results.json").read_text())["results"][0]["eer"] * 100 == float(
+        eer
+    )
+
+
+@pytest.mark.parametrize(
+    "targets, others, words",
+    [
+        ([1, 2, 3], [], "3 target and 0 non-target trials: both are needed"),
+        ([], [1, 2], "0 target and 2 non-target trials: both are needed"),
+        ([], [], "the file is empty"),
+        ([1, "nan"], [0], "a:2: score nan of a b"),
+        ([1, 2], [0, "-inf"], "a:4: score -inf of a c"),
+        ([1, "1e999"], [0], "a:2: score 1e999 of a b"),
+        ([1, "high"], [0], "a:2: 'high' is not a score"),
+    ],
+)
+def test_unusable_files_are_one_line_and_a_status(tmp_path, capfd, targets, others, words):
+    path = score_file(tmp_path / "a", targets, others)
+    assert command(path, "--out", tmp_path / "results.json") == 1
+    out, error = capfd.readouterr()
+    lines = [line for line in error.splitlines() if "error: " in line]
+    assert len(lines) == 1 and words in lines[0] and not out
+    assert not (tmp_path / "results.json").exists()
+
+
+@pytest.mark.parametrize("option", ["--skip-bad", "--skip_bad"])
+def test_bad_lines_are_skipped_and_counted(tmp_path, capsys, caplog, option):
+    path = score_file(tmp_path / "a", [3, "nan", 1], [0, "inf", "-inf", 2])
+    assert command(path, option, "--out", tmp_path / "results.json") == 0
+    result = json.loads((tmp_path / "results.json").read_text())["results"][0]
+    assert (result["num_skipped"], result["num_target"], result["num_nontarget"]) == (3, 2, 2)
+    assert result["eer"] == metrics.eer([3, 1, 0, 2], [True, True, False, False])
+    assert "3 of 7 scores are not finite, the first in line 2: skipped" in caplog.text
+    header, _, row = capsys.readouterr().out.splitlines()[-3:]
+    assert header.endswith("| lines skipped |") and row.endswith("| 3 |")
+
+
+def test_nothing_but_bad_lines(tmp_path, capfd):
+    path = score_file(tmp_path / "a", ["nan"], ["inf"])
+    assert command(path, "--skip-bad") == 1
+    assert "2 of 2 scores are not finite" in capfd.readouterr().err
+
+
+def test_costs_of_ratios(data):
+    path = data / "b.score"
+    scores, is_target, _ = read(path)
+    report = metrics.evaluate([path], llr=True, replicates=0, p_target=0.3)
+    result = report["results"][0]
+    assert result["cllr"] == cllr(scores, is_target)
+    assert result["min_cllr"] == min_cllr(scores, is_target) <= result["cllr"]
+    assert result["act_dcf"] == metrics.act_dcf(scores, is_target, p_target=0.3)
+    assert f"| {result['act_dcf']:.4f} | {result['cllr']:.4f} |" in metrics.format_markdown(report)

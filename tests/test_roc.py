@@ -92,6 +92,53 @@ def test_extremes(caplog):
     assert metrics.min_dcf([0, 1, 2, 3, 4], is_target) == 1
 
 
+@pytest.mark.parametrize("order", ["targets first", "targets last", "shuffled"])
+@pytest.mark.parametrize("num_target", [1, 7, 19])
+def test_equal_scores_are_a_coin_in_every_order(order, num_target):
+    is_target = np.arange(20) < num_target
+    if order == "targets last":
+        is_target = is_target[::-1]
+    elif order == "shuffled":
+        is_target = np.random.default_rng(num_target).permutation(is_target)
+    scores = np.full(20, 0.1) * 3
+    assert metrics.eer(scores, is_target) == 0.5
+    assert metrics.min_dcf(scores, is_target) == 1
+    assert metrics.fnr_at_fpr(scores, is_target, 0.5) == 1
+
+
+def test_five_decimals_cost_no_more_than_their_ties():
+    rng = np.random.default_rng(0)
+    is_target = rng.random(4000) < 0.3
+    exact = 0.2 + 1e-4 * rng.standard_normal(4000) + 1e-4 * is_target  # some 60 values remain
+    rounded = np.array([float(f"{x:.5f}") for x in exact])
+    assert len(set(rounded)) < 100
+    assert metrics.eer(rounded, is_target) == pytest.approx(
+        float(counted_eer(rounded, is_target)), abs=1e-15
+    )
+    assert metrics.eer(rounded, is_target) == pytest.approx(metrics.eer(exact, is_target), abs=0.01)
+    values = set()
+    for seed in range(5):
+        mixed = np.random.default_rng(seed).permutation(4000)
+        part = rounded[mixed], is_target[mixed]
+        values.add((metrics.eer(*part), metrics.min_dcf(*part)))
+    assert len(values) == 1
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_act_dcf_is_the_cost_at_the_threshold_of_bayes(seed):
+    scores, is_target = draw(seed, num=200)
+    llr = scores - 5.0
+    for p, miss, fa in ((0.01, 1, 1), (0.5, 1, 1), (0.5, 3, 1), (0.2, 1, 30)):
+        costs = {"p_target": p, "c_miss": miss, "c_fa": fa}
+        # accept where the expected cost of accepting is no more than that of rejecting
+        accept = miss * p * np.exp(llr) >= fa * (1 - p)
+        cost = miss * p * np.mean(~accept[is_target]) + fa * (1 - p) * np.mean(accept[~is_target])
+        value = metrics.act_dcf(llr, is_target, **costs)
+        assert value == pytest.approx(cost / min(miss * p, fa * (1 - p)), abs=1e-12)
+        assert value >= metrics.min_dcf(llr, is_target, **costs) - 1e-15
+    assert metrics.act_dcf([9.0, 9.0], [True, False]) == pytest.approx(99)  # worse than nothing
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_min_dcf_is_the_least_cost(seed):
     scores, is_target = draw(seed, shift=4)
@@ -159,7 +206,7 @@ def test_upstream_eer_is_that_of_single_trials():
     ],
 )
 def test_bad_trials_are_refused(scores, is_target, words):
-    calls = [metrics.roc, metrics.eer, metrics.min_dcf, metrics.eer_upstream]
+    calls = [metrics.roc, metrics.eer, metrics.min_dcf, metrics.eer_upstream, metrics.act_dcf]
     for rate in [*calls, lambda s, t: metrics.fnr_at_fpr(s, t, 0.1)]:
         with pytest.raises(ValueError, match=words) as caught:
             rate(np.array(scores, dtype=float), np.array(is_target))
@@ -168,8 +215,9 @@ def test_bad_trials_are_refused(scores, is_target, words):
 
 @pytest.mark.parametrize("p, miss, fa", [(0, 1, 1), (1, 1, 1), (0.1, 0, 1), (0.1, 1, np.inf)])
 def test_bad_costs_are_refused(p, miss, fa):
-    with pytest.raises(ValueError, match="must"):
-        metrics.min_dcf([1, 2], [False, True], p_target=p, c_miss=miss, c_fa=fa)
+    for cost in (metrics.min_dcf, metrics.act_dcf):
+        with pytest.raises(ValueError, match="must"):
+            cost([1, 2], [False, True], p_target=p, c_miss=miss, c_fa=fa)
 
 
 @pytest.mark.parametrize("fpr", [0, 1, -0.1, np.nan])

@@ -8,7 +8,7 @@ import kaldiio
 import numpy as np
 import pytest
 
-from wespeaker_qmargin import score
+from wespeaker_qmargin import cli, score
 from wespeaker_qmargin.embeddings import Embeddings
 from wespeaker_qmargin.files import Trials, read_scores
 
@@ -106,6 +106,61 @@ def test_degenerate_vectors_are_named():
     for others, top_n in ((same, 9), (cohort, 1)):
         with pytest.raises(ValueError, match=f"the {top_n} highest cohort scores of u000 are all"):
             score.cohort_statistics(embeddings, others, top_n=top_n)
+
+
+def test_blocks_change_nothing(monkeypatch):
+    embeddings, cohort = draw(60, 0, "u"), draw(50, 1, "c")
+    trials = draw_trials(embeddings.keys)
+    results = []
+    for block in (1 << 24, 50 * 7, 1):
+        monkeypatch.setattr(score, "_BLOCK", block)
+        plain = score.score_trials(trials, embeddings)
+        statistics = score.cohort_statistics(embeddings, cohort, top_n=20)
+        normalised = score.normalise_scores(trials, plain, statistics)
+        results.append((plain, *statistics[1:], normalised))
+    for other in results[1:]:
+        for whole, part in zip(results[0], other, strict=True):
+            np.testing.assert_allclose(part, whole, rtol=1e-6, atol=1e-6)
+
+
+def test_duplicates_in_the_cohort_count_each_time():
+    embeddings, cohort = draw(20, 0, "u"), draw(12, 1, "c")
+    twice = Embeddings([f"d{i}" for i in range(24)], np.repeat(cohort.vectors, 2, axis=0))
+    usual = score.cohort_statistics(embeddings, cohort, top_n=5)
+    doubled = score.cohort_statistics(embeddings, twice, top_n=10)
+    np.testing.assert_allclose(doubled.means, usual.means, atol=1e-6)
+    np.testing.assert_allclose(doubled.stds, usual.stds, atol=1e-6)
+    trials = draw_trials(embeddings.keys)
+    expected = one_by_one(trials, embeddings, 0, twice, 5)
+    plain = score.score_trials(trials, embeddings)
+    statistics = score.cohort_statistics(embeddings, twice, top_n=5)
+    normalised = score.normalise_scores(trials, plain, statistics)
+    np.testing.assert_allclose(normalised, expected[:, 1], rtol=1e-5, atol=1e-4)
+
+
+def test_the_enrolled_in_the_cohort_is_one_cosine_of_1():
+    embeddings, cohort = draw(20, 0, "u"), draw(12, 1, "c")
+    joined = Embeddings(["own", *cohort.keys], np.vstack([embeddings.vectors[:1], cohort.vectors]))
+    trials = Trials(["u000", "u004"], ["u001", "u002"], None)
+    expected = one_by_one(trials, embeddings, 0, joined, 5)[:, 1]
+    statistics = score.cohort_statistics(embeddings, joined, top_n=5)
+    plain = score.score_trials(trials, embeddings)
+    normalised = score.normalise_scores(trials, plain, statistics)
+    np.testing.assert_allclose(normalised, expected, rtol=1e-5)
+    without = score.cohort_statistics(embeddings, cohort, top_n=5)
+    assert statistics.means[0] > without.means[0] + 0.05
+
+
+def test_a_cohort_of_one_is_refused():
+    with pytest.raises(ValueError, match="the 1 highest cohort scores of u000 are all equal"):
+        score.cohort_statistics(draw(5, 0, "u"), draw(1, 1, "c"), top_n=300)
+
+
+def test_a_cohort_vector_of_zeros_is_named():
+    cohort = draw(9, 1, "c")
+    cohort.vectors[4] = 0
+    with pytest.raises(ValueError, match="c004 has length 0"):
+        score.cohort_statistics(draw(5, 0, "u"), cohort, top_n=3)
 
 
 def test_lengths_of_two_models_and_bad_top_n():
@@ -225,6 +280,7 @@ def test_unlabelled_and_label_first_lists(data):
         ({"cohort": None, "cohort_utt2spk": None}, "norm and cohort go together"),
         ({"norm": None, "cohort": None}, "cohort_utt2spk needs them"),
         ({"trials": []}, "expected one trial list"),
+        ({"missing": "ignore"}, "missing must be error or skip, got 'ignore'"),
         ({"top_n": 0}, "top_n must be 1 or more"),
         ({"top_n": 1}, "are all equal"),
     ],
@@ -272,3 +328,110 @@ def test_command(data, capsys, caplog):
     assert len(printed) == 4
     for path, other in zip(printed, score.score_files(**options(data))):
         assert read_scores(path).scores.tolist() == read_scores(other).scores.tolist()
+
+
+def command(data, *words, **changes):
+    """Run the command; return its exit status."""
+    given = options(data, **changes)
+    given = {name: value for name, value in given.items() if value is not None}
+    trials = given.pop("trials")
+    flags = [str(w) for name, value in given.items() for w in (f"--{name}", value)]
+    return cli.main(["score", *flags, "--trials", *map(str, trials), *words])
+
+
+def test_missing_embeddings_are_skipped_and_counted(data, capsys, caplog):
+    whole = score.score_files(**options(data, out=data / "whole"))
+    lost = [f"u000 lost{i:02d} target" for i in range(12)]
+    lines = ["lost00 u001 nontarget", *(data / "b").read_text().splitlines(), *lost]
+    (data / "b").write_text("\n".join(lines))
+    assert command(data) == 1
+    assert "keys without embedding: 12, the first: lost00 " in capsys.readouterr().err
+    assert not (data / "scores").exists()
+    assert command(data, "--missing", "skip") == 0
+    assert (
+        "b: 13 of 213 trials have no finite embedding on one side or both; 12 keys, the first: "
+        "lost00 lost01 lost02 lost03 lost04 lost05 lost06 lost07 lost08 lost09: skipped"
+    ) in caplog.text
+    assert "a.kaldi:" not in caplog.text
+    for path in whole:
+        assert (data / "scores" / path.name).read_text() == path.read_text()
+
+
+def test_a_list_without_any_embedding_is_refused(data, capsys):
+    (data / "b").write_text("lost1 lost2 target\n")
+    assert command(data, "--missing", "skip") == 1
+    assert "b: 1 of 1 trials have no finite embedding" in capsys.readouterr().err
+    assert not (data / "scores").exists()
+
+
+def test_bad_embeddings_are_skipped_and_counted(data, capsys, caplog):
+    whole = score.score_files(**options(data, out=data / "whole", norm=None, **NO_COHORT))
+    with open(data / "b", "a") as stream:
+        stream.write("\nu000 broken target")
+    assert command(data, norm=None, **NO_COHORT) == 1
+    assert "embedding broken at " in capsys.readouterr().err
+    assert not (data / "scores").exists()
+    assert command(data, "--missing", "skip", norm=None, **NO_COHORT) == 1  # is another thing
+    assert command(data, "--skip-bad", norm=None, **NO_COHORT) == 0
+    assert "1 of 61 embeddings hold NaN or infinity: skipped, the first: broken" in caplog.text
+    assert "b: 1 of 201 trials have no finite embedding" in caplog.text
+    for path in whole:
+        assert (data / "scores" / path.name).read_text() == path.read_text()
+
+
+NO_COHORT = {"cohort": None, "cohort_utt2spk": None}
+
+
+def test_bad_embeddings_of_mean_and_cohort(data, capsys, caplog):
+    usual = score.score_files(**options(data, out=data / "usual"))
+    train = draw(90, 1, "c")
+    target = f"ark,scp:{data}/train/xvector.ark,{data}/train/xvector.scp"
+    with kaldiio.WriteHelper(target) as writer:
+        writer("bad", np.full(DIM, np.inf, np.float32))
+        for key, vector in zip(*train):
+            writer(key, vector)
+    with open(data / "utt2spk", "a") as stream:
+        stream.write("bad s0\n")
+    assert command(data) == 1
+    assert "embedding bad at " in capsys.readouterr().err
+    assert command(data, "--skip_bad") == 0
+    assert caplog.text.count("1 of 91 embeddings hold NaN or infinity") == 2
+    for path in usual:
+        found = read_scores(data / "scores" / path.name).scores
+        np.testing.assert_allclose(found, read_scores(path).scores, rtol=1e-6)
+
+
+def test_a_cohort_of_the_trials_is_told(data, caplog):
+    changes = {"cohort": data / "test" / "xvector.scp", "cohort_utt2spk": None, "top_n": 20}
+    score.score_files(**options(data, **changes, skip_bad=True))
+    assert "the cohort holds 60 utterances of the trials, the first: u000 u001" in caplog.text
+
+
+def test_forms_of_a_list_score_alike(data):
+    plain = "u000 u001 target\nu002 u003 nontarget\n"
+    forms = {
+        "words": plain,
+        "digits": plain.replace("nontarget", "0").replace("target", "1"),
+        "first": "1 u000 u001\n0 u002 u003\n",
+        "tabs": plain.replace(" ", "\t"),
+        "crlf": plain.replace("\n", "\r\n"),
+        "bom": "\ufeff" + plain,
+        "blank": plain + "\n\n",
+        "open": plain.rstrip(),
+    }
+    for name, text in forms.items():
+        (data / name).write_bytes(text.encode())
+    paths = score.score_files(**options(data, trials=[data / name for name in forms]))
+    plain_files, normalised = paths[: len(forms)], paths[len(forms) :]
+    for group in (plain_files, normalised):
+        assert len({path.read_text() for path in group}) == 1
+    assert len(plain_files) == len(normalised) == len(forms)
+
+
+def test_a_third_word_stops_the_command(data, capsys):
+    (data / "b").write_text("u000 u001 target\nu002 u003 impostor\n")
+    assert command(data) == 1
+    assert (
+        "b:2: expected target or nontarget (or 1, 0), found 'impostor'" in capsys.readouterr().err
+    )
+    assert not (data / "scores").exists()

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from wespeaker_qmargin.files import atomic_path
+from wespeaker_qmargin.tensors import write_tensors
 from wespeaker_qmargin.wavlm_original import original_names
 
 
@@ -55,8 +55,8 @@ def make_wavlm(
     )
     extractor.save_pretrained(folder)
     if original is not None:
-        with atomic_path(original) as temporary:
-            torch.save({"cfg": _original_cfg(config, large), "model": _original(model)}, temporary)
+        cfg = _original_cfg(config, large)
+        write_tensors(original, {"cfg": cfg, "model": _original(model)})
     return model.num_parameters()
 
 

@@ -5,13 +5,15 @@ does, as float32 in [-1, 1]. A file that ends early is told from a whole one in 
 mp3; an ogg or opus stream says nowhere how long it should be.
 """
 
-import io
 import re
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 import soundfile
 import soxr
+
+from wespeaker_qmargin.sources import Source, describe, open_source, why
 
 # libsndfile lands near the sample asked for in these, not on it: they are decoded from the start
 _INEXACT_SEEK = {"VORBIS", "MPEG_LAYER_I", "MPEG_LAYER_II", "MPEG_LAYER_III"}
@@ -19,6 +21,10 @@ _INEXACT_SEEK = {"VORBIS", "MPEG_LAYER_I", "MPEG_LAYER_II", "MPEG_LAYER_III"}
 _STREAMED_WAV = 0x7FFFF000
 # libsndfile's way to say that the length is unknown (a FLAC written into a pipe) is 2^63 - 1
 _MAX_SAMPLES = 2**40
+_RATES = (1000, 768000)  # Hz; others are broken headers, and would ask for any amount of memory
+_BLOCK = 2**20
+_MAX_JUNK = 0.01  # of a wav, behind its samples
+_FORMATS = "wav, flac, ogg, opus or mp3"
 
 
 class AudioError(ValueError):
@@ -29,24 +35,8 @@ class TooShort(AudioError):
     """Sound audio, but too little of it."""
 
 
-class TarMember(NamedTuple):
-    """A file of ``size`` bytes at ``offset`` of an uncompressed tar file."""
-
-    path: str
-    offset: int
-    size: int
-    name: str
-
-
-class LmdbValue(NamedTuple):
-    """An audio file that is the value of ``key`` in the LMDB at ``path``."""
-
-    path: str
-    key: str
-
-
 class Utterance(NamedTuple):
-    """One utterance and the audio file it is in: a path, a `TarMember` or an `LmdbValue`.
+    """One utterance and the audio file it is in.
 
     ``spk`` is None where the lists name no speaker; ``vad`` is None, or (start, end) pairs in
     seconds: the utterance is then those pieces, one after the other.
@@ -54,26 +44,27 @@ class Utterance(NamedTuple):
 
     key: str
     spk: str | None
-    source: str | TarMember | LmdbValue
+    source: Source
     vad: tuple[tuple[float, float], ...] | None = None
 
 
 class Audio:
-    """An utterance, opened: ``rate`` in Hz, ``num_samples`` at that rate, and `read`.
+    """An utterance, opened: ``rate`` in Hz, ``num_samples`` at that rate, `read` and `blocks`.
+
+    ``num_channels`` are in the file; the first is read.
 
     Raises:
-        AudioError: a missing, empty, truncated or non-audio file, or nothing left by the VAD.
+        AudioError: a missing, empty, truncated or non-audio file, one that is not a file at all, a
+            header with a wrong length or a rate outside 1 to 768 kHz, a command that fails, or
+            nothing left by the VAD.
     """
 
     def __init__(self, utterance: Utterance):
-        self._name = f"{utterance.key}: {_describe(utterance.source)}"
+        self._name = f"{utterance.key}: {describe(utterance.source)}"
+        self._file, self._position = self._open(utterance.source), 0
+        self.rate, self.num_channels = self._file.samplerate, self._file.channels
         try:
-            self._file = _open(utterance.source)
-        except (OSError, soundfile.LibsndfileError) as error:
-            raise self.error(_open_failure(utterance.source, error)) from error
-        try:
-            self._check_wav_length()
-            self.rate = self._file.samplerate
+            self._check_header()
             self._spans = self._find_spans(utterance.vad)
         except AudioError:
             self._file.close()
@@ -99,6 +90,13 @@ class Audio:
                 TooShort,
             )
 
+    def blocks(self) -> Iterator[np.ndarray]:
+        """Yield what `read` returns in pieces of at most 2^20 samples, for any length."""
+        for first, last in self._spans:
+            self._seek(first)
+            while self._position < last:
+                yield self._next(min(_BLOCK, last - self._position))
+
     def read(self, start: int = 0, count: int | None = None) -> np.ndarray:
         """Return samples ``[start : start + count]`` (by default all) at ``rate``, float32."""
         stop = self.num_samples if count is None else start + count
@@ -109,29 +107,73 @@ class Audio:
             if begin < end:
                 parts.append(self._decode(begin, end))
             position += last - first
-        wav = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _decode(self, start: int, stop: int) -> np.ndarray:
+        self._seek(start)
+        return self._next(stop - start)
+
+    def _seek(self, start: int) -> None:
+        exact = self._file.seekable() and self._file.subtype not in _INEXACT_SEEK
+        if start < self._position or (exact and start > self._position):
+            self._position = start if exact else 0
+            try:
+                self._file.seek(self._position)
+            except soundfile.LibsndfileError as error:
+                raise self.error(f"broken audio ({error.error_string})") from error
+        while self._position < start:
+            self._next(min(_BLOCK, start - self._position))
+
+    def _next(self, count: int) -> np.ndarray:
+        """Decode the next ``count`` samples."""
+        try:
+            wav = self._file.read(count, dtype="float32", always_2d=True)
+        except soundfile.LibsndfileError as error:
+            raise self.error(f"broken audio ({error.error_string})") from error
+        self._position += len(wav)
+        if len(wav) < count:
+            raise self.error(
+                f"truncated: {self._position} of {self._file.frames} samples are there"
+            )
+        wav = np.ascontiguousarray(wav[:, 0])
         if not np.isfinite(wav).all():
             raise self.error("NaN or infinite samples")
         return wav
 
-    def _decode(self, start: int, stop: int) -> np.ndarray:
-        first = 0 if self._file.subtype in _INEXACT_SEEK else start
+    def _open(self, source) -> soundfile.SoundFile:
         try:
-            self._file.seek(first)
-            wav = self._file.read(stop - first, dtype="float32", always_2d=True)
+            return soundfile.SoundFile(open_source(source))
+        except (OSError, ValueError) as error:
+            raise self.error(why(source, error)) from error
+        except TypeError as error:  # soundfile's word on a name that ends in .raw
+            raise self.error(f"headerless samples. Expected audio: {_FORMATS}.") from error
         except soundfile.LibsndfileError as error:
-            raise self.error(f"broken audio ({error.error_string})") from error
-        if len(wav) < stop - first:
-            raise self.error(f"truncated: it ends {stop - first - len(wav)} samples early")
-        return np.ascontiguousarray(wav[start - first :, 0])
+            raise self.error(f"{error.error_string} Expected audio: {_FORMATS}.") from error
 
-    def _check_wav_length(self) -> None:
+    def _check_header(self) -> None:
+        low, high = _RATES
+        if not low <= self.rate <= high:
+            raise self.error(f"expected a rate of {low} to {high} Hz, its header says {self.rate}")
+        log = self._file.extra_info
         # libsndfile reads a wav cut short without a word, except in its log
-        sizes = re.search(r"^data : (\d+) \(should be (\d+)\)", self._file.extra_info, re.MULTILINE)
+        sizes = re.search(r"^data : (\d+) \(should be (\d+)\)", log, re.MULTILINE)
         if sizes is not None:
             promised, found = map(int, sizes.groups())
             if found < promised < _STREAMED_WAV:
                 raise self.error(f"truncated: {found} of {promised} bytes of samples are there")
+        # and a wav of which more is there than the header says
+        sizes = re.search(
+            r"^Length : (\d+)$.*^data : (\d+)$\s*(?:\*\*\* )?Unknown chunk.* at position (\d+)",
+            log,
+            re.MULTILINE | re.DOTALL,
+        )
+        if sizes is not None:
+            length, promised, position = map(int, sizes.groups())
+            if length - position > _MAX_JUNK * length:
+                raise self.error(
+                    f"its header says {promised} bytes of samples, but {length - position} bytes "
+                    "follow them: write the file again"
+                )
 
     def _find_spans(self, vad) -> list[tuple[int, int]]:
         total = self._file.frames
@@ -167,55 +209,3 @@ def resample(wav: np.ndarray, rate: float, new_rate: float) -> np.ndarray:
     soxr's HQ recipe, the one that equals the ``rate`` effect of SoX (to 87-90 dB).
     """
     return wav if rate == new_rate else soxr.resample(wav, rate, new_rate, quality="HQ")
-
-
-def open_lmdb(path: str):
-    """Return the LMDB at ``path``, opened for reading.
-
-    Close it after use: a process can open an LMDB only once, a forked worker not at all while its
-    parent has it open, and opening takes 0.1 ms.
-
-    Raises:
-        ImportError: the package ``lmdb`` is not installed.
-    """
-    try:
-        import lmdb
-    except ImportError as error:
-        raise ImportError(f"{path} is an LMDB: pip install 'wespeaker-qmargin[lmdb]'") from error
-    return lmdb.open(path, readonly=True, lock=False, readahead=False)
-
-
-def _open(source) -> soundfile.SoundFile:
-    if isinstance(source, str):
-        return soundfile.SoundFile(source)
-    return soundfile.SoundFile(io.BytesIO(_stored_bytes(source)))
-
-
-def _stored_bytes(source: TarMember | LmdbValue) -> bytes:
-    if isinstance(source, TarMember):
-        with open(source.path, "rb") as tar:
-            tar.seek(source.offset)
-            return tar.read(source.size)
-    with open_lmdb(source.path) as database, database.begin() as transaction:
-        return transaction.get(source.key.encode())
-
-
-def _describe(source) -> str:
-    return source if isinstance(source, str) else f"{source.path}: {source[-1]}"
-
-
-def _open_failure(source, error: Exception) -> str:
-    if isinstance(error, OSError):
-        return error.strerror
-    try:
-        if isinstance(source, str):
-            # libsndfile's "System error" hides which one
-            with open(source, "rb") as file:
-                empty = not file.read(1)
-        else:
-            empty = not _stored_bytes(source)
-    except OSError as reason:
-        return reason.strerror
-    if empty:
-        return "the file is empty"
-    return f"{error.error_string} Expected audio: wav, flac, ogg, opus or mp3."

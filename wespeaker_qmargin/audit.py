@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from wespeaker_qmargin.audio import Utterance, _describe
+from wespeaker_qmargin.audio import Utterance
 from wespeaker_qmargin.config import Config, load_config
 from wespeaker_qmargin.data import WholeSet
 from wespeaker_qmargin.experiment import make_accelerator
@@ -22,6 +22,7 @@ from wespeaker_qmargin.head import QMarginProduct
 from wespeaker_qmargin.leads import nearest
 from wespeaker_qmargin.model import SpeakerNet, load_checkpoint, numbered_checkpoints
 from wespeaker_qmargin.prototypes import row_names, training_utterances
+from wespeaker_qmargin.sources import describe
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +157,7 @@ def _examine(
         if not math.isfinite(score):
             logger.warning("%s: an embedding is not finite, left out", utterance.key)
             continue
-        place = utterance.key, _describe(utterance.source)
+        place = utterance.key, describe(utterance.source)
         found.append(Suspect(*place, utterance.spk, speakers[rival], score, *values))
     return found
 

@@ -9,15 +9,17 @@ from pathlib import Path
 import numpy as np
 import scipy.fft
 
-from wespeaker_qmargin.audio import Audio, LmdbValue, Utterance, load_audio, open_lmdb, resample
+from wespeaker_qmargin.audio import Audio, AudioError, Utterance, resample
 from wespeaker_qmargin.files import read_table
 from wespeaker_qmargin.lists import local_path
+from wespeaker_qmargin.sources import LmdbValue, open_lmdb
 
 logger = logging.getLogger(__name__)
 
 # dB; Snyder et al. 2018 (X-vectors), as WeSpeaker has them
 _SNR_RANGES = {"noise": (0.0, 15.0), "speech": (10.0, 30.0), "music": (5.0, 15.0)}
 _OTHER_SNR_RANGE = (0.0, 15.0)
+_MAX_TRIES = 20
 
 
 def change_speed(wav: np.ndarray, speed: float) -> np.ndarray:
@@ -35,7 +37,8 @@ class AudioSource:
     pickled, forked and opened twice. ``keys`` are in the file's order (an LMDB's: sorted).
 
     Raises:
-        FileNotFoundError: nothing there.  ValueError: no wav.scp and no LMDB, or an empty one.
+        FileNotFoundError: nothing there.  ValueError: no wav.scp and no LMDB, or an empty one; a
+            shell command or URL in the place of a path.
         ImportError: an LMDB, and the package ``lmdb`` is not installed.
     """
 
@@ -106,7 +109,7 @@ class Augmenter:
             raise ValueError(f"expected a probability in [0, 1], found prob={prob}")
         self._noise, self._reverb = noise, reverb
         self._kinds = [
-            effect
+            (effect, source)
             for effect, source in ((self._add_reverb, reverb), (self._add_noise, noise))
             if source is not None
         ]
@@ -114,47 +117,72 @@ class Augmenter:
         if noise is not None:
             self._warn_of_unknown_categories()
 
-    def __call__(self, wav: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    def __call__(
+        self, wav: np.ndarray, rng: np.random.Generator, *, problems: list[str] | None = None
+    ) -> np.ndarray:
         """Return ``wav`` (T,), or a new waveform of its length.
 
+        A file that is broken or silent is passed over for another one of its source. Where 20 in a
+        row are, that source is off for this waveform: it gets the other effect, or stays clean.
+
+        Args:
+            problems: gets the ``key: path: reason`` of all that; None: such a file is an error.
+
         Raises:
-            ValueError: a noise or impulse response that is broken or all zero, naming its key.
+            AudioError: a noise or impulse response that is broken or silent (``problems`` None).
         """
         if not self._kinds or rng.random() >= self._prob:
             return wav
-        out = self._kinds[rng.integers(len(self._kinds))](wav, rng)
-        return out / max(1.0, float(np.abs(out).max()))
+        kinds = list(self._kinds)
+        while kinds:
+            effect, source = kinds.pop(rng.integers(len(kinds)))
+            for _ in range(_MAX_TRIES):
+                try:
+                    out = effect(wav, source[rng.integers(len(source))], rng)
+                    return out / max(1.0, float(np.abs(out).max()))
+                except AudioError as error:
+                    if problems is None:
+                        raise
+                    problems.append(str(error))
+            problems.append(
+                f"{source.path}: {_MAX_TRIES} files drawn in a row are unusable: this source is "
+                "off for the samples where that happens"
+            )
+        return wav
 
-    def _add_reverb(self, wav: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        response = self._reverb[rng.integers(len(self._reverb))]
-        rir = load_audio(response, self._sample_rate)
+    def _add_reverb(self, wav: np.ndarray, response: Utterance, rng) -> np.ndarray:
+        with Audio(response) as audio:
+            rir = resample(audio.read(), audio.rate, self._sample_rate)
+            if not rir[: len(wav)].any():
+                raise audio.error("all samples are zero, or all that fit into the crop")
         energy = float(np.square(rir, dtype=np.float64).sum())
-        if energy == 0.0:
-            raise ValueError(f"{self._reverb.path}: {response.key}: all samples are zero")
         rir = rir[: len(wav)] / np.float32(np.sqrt(energy))
         size = scipy.fft.next_fast_len(len(wav) + len(rir) - 1, real=True)
         spectrum = scipy.fft.rfft(wav, size) * scipy.fft.rfft(rir, size)
         return scipy.fft.irfft(spectrum, size)[: len(wav)]
 
-    def _add_noise(self, wav: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        utterance = self._noise[rng.integers(len(self._noise))]
+    def _add_noise(self, wav: np.ndarray, utterance: Utterance, rng) -> np.ndarray:
         snr = rng.uniform(*(_snr_range(utterance.key) or _OTHER_SNR_RANGE))
         noise = self._noise_piece(utterance, len(wav), rng)
         gain = np.sqrt(_power(wav) / _power(noise)) * 10.0 ** (-snr / 20.0)
-        return wav + np.float32(gain) * noise
+        # in float64: the gain of a noise as faint as 1e-40 is beyond float32
+        return wav + (gain * noise.astype(np.float64)).astype(np.float32)
 
     def _noise_piece(self, utterance: Utterance, length: int, rng) -> np.ndarray:
         with Audio(utterance) as audio:
             count = min(audio.num_samples, -(-length * audio.rate // self._sample_rate) + 1)
             start = int(rng.integers(audio.num_samples - count + 1))
-            piece = audio.read(start, count)
+            piece = self._fit(audio.read(start, count), audio.rate, length)
             if not piece.any():
                 # a silent stretch: take the piece that begins with the loudest sample instead
                 whole = audio.read()
-                piece = whole[np.abs(whole).argmax() :][:count]
+                piece = self._fit(whole[np.abs(whole).argmax() :][:count], audio.rate, length)
                 if not piece.any():
-                    raise ValueError(f"{self._noise.path}: {utterance.key}: all samples are zero")
-        return np.resize(resample(piece, audio.rate, self._sample_rate), length)
+                    raise audio.error("all samples are zero, or too few")
+        return piece
+
+    def _fit(self, piece: np.ndarray, rate: int, length: int) -> np.ndarray:
+        return np.resize(resample(piece, rate, self._sample_rate), length)
 
     def _warn_of_unknown_categories(self) -> None:
         unknown = [key for key in self._noise.keys if _snr_range(key) is None]

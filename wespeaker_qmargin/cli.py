@@ -9,6 +9,10 @@ from wespeaker_qmargin import __version__
 
 # command: (module, what it does)
 _COMMANDS = {
+    "check-data": (
+        "check_data",
+        "check the audio and the lists of a data folder; clean the lists",
+    ),
     "plan": ("plan", "say what alpha, scale and margin mean, before anything is trained"),
     "probe": ("probe", "say how many samples a checkpoint has won already, before fine-tuning"),
     "train": ("train", "train a backbone with a head, as a WeSpeaker YAML says"),
@@ -19,6 +23,7 @@ _COMMANDS = {
     "extract": ("extract", "write embeddings of whole utterances as xvector.ark/scp"),
     "score": ("score", "score trials by cosine, with AS-Norm or S-Norm"),
     "metrics": ("metrics", "EER, minDCF, FNR at FPR, with speaker-level intervals"),
+    "calibrate": ("calibrate", "turn scores into log-likelihood ratios, by quality measures too"),
     "grid": ("grid", "many trainings of one study, each once; one table, heat maps"),
     "compare": ("compare", "is one system better than another: paired intervals, p, seeds"),
     "report": ("report", "one HTML page: results, DET curves, training curves"),

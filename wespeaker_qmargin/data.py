@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader, Dataset
 from wespeaker_qmargin.audio import (
     Audio,
     AudioError,
-    TarMember,
     TooShort,
     Utterance,
     load_audio,
@@ -27,9 +26,11 @@ from wespeaker_qmargin.audio import (
 )
 from wespeaker_qmargin.augment import Augmenter, change_speed
 from wespeaker_qmargin.order import EpochBatches
+from wespeaker_qmargin.sources import TarMember
 
 _SPEEDS = (1.0, 0.9, 1.1)  # of the class blocks 0, 1, 2, as upstream lays them out
-_MAX_TRIES = 20
+_MAX_TRIES = 200  # with nine of ten utterances too short, all of them fail once in 1e9 items
+_TOLD = 3  # of the reasons, when none is left to try
 _DOMAIN = 1  # keeps the items' random numbers apart from those of the order
 
 
@@ -42,6 +43,7 @@ class Sample(NamedTuple):
     key: str
     problems: list[str]
     too_short: list[str]
+    bad_sources: list[str]
 
 
 class Batch(NamedTuple):
@@ -50,7 +52,7 @@ class Batch(NamedTuple):
     ``wavs`` may be filter banks (B, frames, bands) instead, see `collate`. ``seeds`` are for what
     is drawn later (dither, SpecAugment). ``problems`` and ``too_short`` tell what another item was
     taken for, as ``key: path: reason``: files that could not be read, and utterances below
-    ``min_num_frames``.
+    ``min_num_frames``; ``bad_sources``, noise and impulse responses that could not be used.
     """
 
     wavs: Tensor
@@ -59,6 +61,7 @@ class Batch(NamedTuple):
     keys: list[str]
     problems: list[str]
     too_short: list[str]
+    bad_sources: list[str]
 
 
 class TrainSet(Dataset):
@@ -83,7 +86,7 @@ class TrainSet(Dataset):
             (``new``: at another speed another speaker, class + number of speakers x 1 or 2;
             ``same``: not so).
         seed: >= 0.
-        augmenter: called with each waveform, or None.
+        augmenter: called with each waveform, a generator and ``problems``, or None.
 
     Raises:
         ValueError: an empty list, an utterance whose speaker has no class, an unknown mode.
@@ -133,12 +136,12 @@ class TrainSet(Dataset):
         """Return item ``(epoch, index)``, or one drawn in its place where it is unusable.
 
         Raises:
-            ValueError: 20 in a row are.
+            ValueError: 200 in a row are.
         """
         epoch, index = item
         rng = np.random.default_rng([_DOMAIN, self._seed, epoch, index])
         seed = int(rng.integers(2**63))
-        problems, too_short = [], []
+        problems, too_short, bad_sources = [], [], []
         for _ in range(_MAX_TRIES):
             utterance, speed = self._choose(index, rng)
             try:
@@ -150,14 +153,16 @@ class TrainSet(Dataset):
                 problems.append(str(error))
             index = int(rng.integers(len(self)))
         else:
-            reasons = dict.fromkeys(problems + too_short)
+            reasons = list(dict.fromkeys(problems + too_short))
             raise ValueError(
-                f"{_MAX_TRIES} utterances drawn in a row are unusable: {'; '.join(reasons)}"
+                f"{_MAX_TRIES} utterances drawn in a row are unusable ({len(too_short)} too short):"
+                f" {'; '.join(reasons[:_TOLD])}{'; ...' * (len(reasons) > _TOLD)}"
             )
         if self._augmenter is not None:
-            wav = self._augmenter(wav, rng)
+            wav = self._augmenter(wav, rng, problems=bad_sources)
         label = self._labels[utterance.spk] + self._new_labels * speed * len(self._labels)
-        return Sample(torch.from_numpy(wav), label, seed, utterance.key, problems, too_short)
+        lists = problems, too_short, bad_sources
+        return Sample(torch.from_numpy(wav), label, seed, utterance.key, *lists)
 
     def _choose(self, index: int, rng: np.random.Generator) -> tuple[Utterance, int]:
         speed = 0
@@ -210,15 +215,14 @@ def _frame_milliseconds(args) -> tuple[float, float]:
 
 def collate(samples: Sequence[Sample], *, features=None) -> Batch:
     """Stack samples into a `Batch`; ``features(wavs, seeds)`` takes the place of the waveforms."""
-    wavs, labels, seeds, keys, problems, too_short = zip(*samples)
+    wavs, labels, seeds, keys, *lists = zip(*samples)
     wavs = torch.stack(wavs)
     return Batch(
         wavs if features is None else features(wavs, seeds),
         torch.tensor(labels, dtype=torch.int64),
         torch.tensor(seeds, dtype=torch.int64),
         list(keys),
-        list(chain.from_iterable(problems)),
-        list(chain.from_iterable(too_short)),
+        *(list(chain.from_iterable(of_samples)) for of_samples in lists),
     )
 
 

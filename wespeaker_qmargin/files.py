@@ -4,6 +4,7 @@ Every reader names file and line of what it refuses; every writer leaves either 
 complete new one, never half of one.
 """
 
+import logging
 import os
 import tempfile
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+
+logger = logging.getLogger(__name__)
 
 _LABELS = {"target": True, "1": True, "nontarget": False, "0": False}
 
@@ -25,12 +28,13 @@ class Trials(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """A score file: the trials, and ``scores`` float64 (N,)."""
+    """A score file: the trials, ``scores`` float64 (N,), and how many lines were skipped."""
 
     enroll: list[str]
     test: list[str]
     scores: np.ndarray
     is_target: np.ndarray | None
+    num_skipped: int = 0
 
 
 @contextmanager
@@ -149,25 +153,28 @@ def _label(path, number: int, word: str) -> bool:
     return _LABELS[word]
 
 
-def read_scores(path) -> Scores:
+def read_scores(path, *, skip_bad: bool = False) -> Scores:
     """Read scores ``enroll test score [target|nontarget]``; more columns (AS-Norm's) are ignored.
 
+    With ``skip_bad`` lines whose score is nan, inf or -inf are left out, counted and logged.
+
     Raises:
-        ValueError: a missing, non-numeric or non-finite score, or an unknown label, with the line.
+        ValueError: a missing, non-numeric or non-finite score, or an unknown label, with the line;
+            no finite score at all.
     """
-    enroll, test, scores, labels = [], [], [], []
+    enroll, test, scores, labels, bad = [], [], [], [], []
     for number, line in read_lines(path):
         words = line.split()
         if len(words) < 3:
             raise ValueError(
                 f"{path}:{number}: expected 'enroll test score [label]', found {line!r}"
             )
-        try:
-            score = float(words[2])
-        except ValueError:
-            raise ValueError(f"{path}:{number}: {words[2]!r} is not a score") from None
+        score = _number(path, number, words[2], "score")
         if not np.isfinite(score):
-            raise ValueError(f"{path}:{number}: score {words[2]} of {words[0]} {words[1]}")
+            if not skip_bad:
+                raise ValueError(f"{path}:{number}: score {words[2]} of {words[0]} {words[1]}")
+            bad.append(number)
+            continue
         enroll.append(words[0])
         test.append(words[1])
         scores.append(score)
@@ -177,5 +184,52 @@ def read_scores(path) -> Scores:
         raise ValueError(
             f"{path}: {len(labels)} of {len(scores)} lines have a label; all or none may"
         )
+    if bad:
+        total = len(bad) + len(scores)
+        message = f"{path}: {len(bad)} of {total} scores are not finite, the first in line {bad[0]}"
+        if not scores:
+            raise ValueError(message)
+        logger.warning("%s: skipped", message)
     is_target = np.array(labels, dtype=bool) if labels else None
-    return Scores(enroll, test, np.array(scores, dtype=np.float64), is_target)
+    return Scores(enroll, test, np.array(scores, dtype=np.float64), is_target, len(bad))
+
+
+def write_scores(path, trials: Trials | Scores, scores, columns=()) -> None:
+    """Write ``enroll test score [label]`` with eight significant digits, atomically.
+
+    ``columns``: arrays (N,) of further numbers, which stand after a label: only where there is one.
+    """
+    fields = [trials.enroll, trials.test, (f"{x:.8g}" for x in scores.tolist())]
+    if trials.is_target is not None:
+        fields.append("target" if x else "nontarget" for x in trials.is_target)
+        fields += [(f"{x:.8g}" for x in column.tolist()) for column in columns]
+    with atomic_path(path) as temporary, open(temporary, "w", encoding="utf-8") as stream:
+        stream.writelines(" ".join(words) + "\n" for words in zip(*fields))
+    logger.info("%s: %d scores", path, len(scores))
+
+
+def read_cohort_columns(path) -> np.ndarray:
+    """Return AS-Norm's columns 5 to 8, ``|enroll| |test| enroll_mean test_mean``, float64 (N, 4).
+
+    Raises:
+        ValueError: a line with fewer columns, or no finite number in one of them, with the line.
+    """
+    rows = []
+    for number, line in read_lines(path):
+        words = line.split()
+        if len(words) < 8:
+            raise ValueError(
+                f"{path}:{number}: expected the 8 columns of normalised, labelled scores "
+                f"(`wespeaker-qmargin score --norm asnorm`), found {len(words)}"
+            )
+        rows.append([_number(path, number, word, "number") for word in words[4:8]])
+        if not np.isfinite(rows[-1]).all():
+            raise ValueError(f"{path}:{number}: columns 5 to 8 hold {' '.join(words[4:8])}")
+    return np.array(rows)
+
+
+def _number(path, line: int, word: str, what: str) -> float:
+    try:
+        return float(word)
+    except ValueError:
+        raise ValueError(f"{path}:{line}: {word!r} is not a {what}") from None

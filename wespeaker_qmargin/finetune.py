@@ -12,13 +12,13 @@ import json
 import logging
 from pathlib import Path
 
-import torch
 from accelerate import PartialState
 
 from wespeaker_qmargin.config import Config, make_config, overlay, read_config
 from wespeaker_qmargin.experiment import make_accelerator
-from wespeaker_qmargin.files import atomic_path, write_text
+from wespeaker_qmargin.files import write_text
 from wespeaker_qmargin.model import SpeakerNet, average_epochs, to_wespeaker
+from wespeaker_qmargin.tensors import write_tensors
 from wespeaker_qmargin.train import train
 from wespeaker_qmargin.transfer import PROTOTYPES, Report, Source, find_source, transfer
 
@@ -208,8 +208,7 @@ def _refuse_class_parallel(config: Config) -> None:
 def _save_start(exp_dir: Path, state: dict, report: Report) -> None:
     text = json.dumps(dataclasses.asdict(report), indent=1)
     write_text(exp_dir / "transfer.json", text + "\n")
-    with atomic_path(exp_dir / "init.pt") as temporary:
-        torch.save(state, temporary)
+    write_tensors(exp_dir / "init.pt", state)
 
 
 def _report_of(exp_dir: Path, source: Source, resume_run: bool) -> Report:

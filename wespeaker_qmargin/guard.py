@@ -3,6 +3,7 @@ used, too few samples that still have a gradient.
 """
 
 import logging
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -116,9 +117,11 @@ class FileGuard:
         self._seen: set[str] = set()
         self._broken: set[str] = set()
 
-    def note(self, problems: list[str], too_short: list[str]) -> None:
-        """Take the ``key: path: reason`` lines of one batch."""
-        for problem in (*problems, *too_short):
+    def note(
+        self, problems: list[str], too_short: list[str], bad_sources: Sequence[str] = ()
+    ) -> None:
+        """Take the ``key: path: reason`` lines of one batch; only ``problems`` are counted."""
+        for problem in (*problems, *too_short, *bad_sources):
             if problem not in self._seen:
                 self._seen.add(problem)
                 logger.warning("not used: %s", problem)

@@ -13,6 +13,7 @@ A config that names such a class is to be trusted as a program is: its module ru
 
 import importlib
 import inspect
+import re
 
 from torch import Tensor, nn
 
@@ -23,6 +24,8 @@ def imported_class(name: str, key: str = "model") -> type[nn.Module]:
     Raises:
         ValueError: no such module, or no nn.Module of that name in it.
     """
+    if not re.fullmatch(r"[^\W\d]\w*(\.\w+)*:\w+", str(name)):
+        raise ValueError(f"{key}: expected package.module:Class, found {name!r}")
     module_name, _, class_name = name.partition(":")
     try:
         module = importlib.import_module(module_name)

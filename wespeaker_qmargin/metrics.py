@@ -13,10 +13,13 @@ from pathlib import Path
 import numpy as np
 
 from wespeaker_qmargin.files import Scores, read_scores, read_table, write_text
+from wespeaker_qmargin.llr import cllr, min_cllr
+from wespeaker_qmargin.metrics_table import format_markdown, format_table
 from wespeaker_qmargin.roc import (
     INTERVAL,
     Roc,
     TooFewSpeakers,
+    act_dcf,
     bootstrap,
     eer,
     eer_upstream,
@@ -41,12 +44,15 @@ def evaluate(
     fpr: Sequence[float] = (1e-3, 1e-4),
     replicates: int = 1000,
     seed: int = 0,
+    llr: bool = False,
+    skip_bad: bool = False,
 ) -> dict:
     """Measure score files; return ``{"parameters": {...}, "results": [a dict for each file]}``.
 
-    A dict holds scores (path), name, num_target, num_nontarget, num_speaker, eer, eer_interval,
-    eer_upstream, eer_threshold, min_dcf, min_dcf_interval, fnr_at {"0.001": {fnr, interval}} and
-    groups {name: {counts, eer, fnr, fpr, their intervals}}; what was not asked for is None.
+    A dict holds scores (path), name, num_skipped, num_target, num_nontarget, num_speaker, eer,
+    eer_interval, eer_upstream, eer_threshold, min_dcf, min_dcf_interval, fnr_at {"0.001": {fnr,
+    interval}}, act_dcf, cllr, min_cllr and groups {name: {counts, eer, fnr, fpr, their intervals}};
+    what was not asked for is None.
 
     Args:
         paths: score files ``enroll test score target|nontarget`` (AS-Norm's eight columns too).
@@ -57,6 +63,8 @@ def evaluate(
         p_target, c_miss, c_fa: the detection cost, see ``Roc.min_dcf``.
         fpr: FPRs at which the FNR is read, see ``Roc.fnr_at_fpr``.
         replicates, seed: of the ``bootstrap``; 0 replicates for no intervals.
+        llr: the scores are natural log-likelihood ratios: actDCF, Cllr and minCllr, too.
+        skip_bad: leave out and count lines whose score is not finite.
 
     Raises:
         FileNotFoundError, ValueError: what is wrong, with file and line, trial or key.
@@ -78,6 +86,8 @@ def evaluate(
         "interval": INTERVAL,
         "utt2spk": None if utt2spk is None else str(utt2spk),
         "by": None if by is None else str(by),
+        "llr": llr,
+        "skip_bad": skip_bad,
     }
     speaker_of = None if utt2spk is None else read_table(utt2spk)
     group_of = None if by is None else read_table(by)
@@ -87,7 +97,7 @@ def evaluate(
 
 def _evaluate_file(path, speaker_of, group_of, parameters) -> dict:
     logger.info("measuring %s", path)
-    trials = read_scores(path)
+    trials = read_scores(path, skip_bad=parameters["skip_bad"])
     if trials.is_target is None:
         raise ValueError(f"{path}: no labels; each line must end with target or nontarget")
     speakers = groups = None
@@ -99,6 +109,7 @@ def _evaluate_file(path, speaker_of, group_of, parameters) -> dict:
         by_key = {**{k: group_of.get(s) for k, s in (speaker_of or {}).items()}, **group_of}
         groups = _look_up(trials, by_key, f"{path}: without group in {parameters['by']}")
     result = {"scores": str(path), "name": Path(path).name.removesuffix(".score")}
+    result["num_skipped"] = trials.num_skipped
     try:
         result.update(_measure(trials, speakers, parameters))
         result["groups"] = groups and _measure_groups(
@@ -142,6 +153,9 @@ def _measure(trials: Scores, speakers: Sides | None, parameters: dict) -> dict:
             f"{x:g}": {"fnr": value, "interval": interval}
             for x, value, interval in zip(rates, values[2:], intervals[2:])
         },
+        "act_dcf": act_dcf(scores, is_target, **costs) if parameters["llr"] else None,
+        "cllr": cllr(scores, is_target) if parameters["llr"] else None,
+        "min_cllr": min_cllr(scores, is_target) if parameters["llr"] else None,
     }
 
 
@@ -201,75 +215,6 @@ def _intervals(
         return None
 
 
-def format_table(report: dict) -> str:
-    """Return parameters, one aligned line a score file and one a group; rates in per cent."""
-    parameters = "  ".join(f"{k} {v}" for k, v in report["parameters"].items())
-    blocks = [f"parameters: {parameters}", _align(_result_rows(report))]
-    groups = _group_rows(report)
-    if len(groups) > 1:
-        blocks += ["Groups, FNR and FPR at the threshold of the file's EER:", _align(groups)]
-    return "\n\n".join(blocks)
-
-
-def format_markdown(report: dict) -> str:
-    """Return a Markdown table, one row a score file; rates in per cent."""
-    lines = _result_rows(report)
-    lines.insert(1, ["---"] * len(lines[0]))
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _result_rows(report: dict) -> list[list[str]]:
-    header = ["scores", "targets", "non-targets", "speakers", "EER %", "upstream's EER %", "minDCF"]
-    rows = [header + [f"FNR % at FPR {x:g}" for x in report["parameters"]["fpr"]]]
-    names = _distinct_names(report["results"])
-    for name, result in zip(names, report["results"]):
-        rows.append(
-            [
-                name,
-                *_count_cells(result),
-                _cell(result["eer"], result["eer_interval"]),
-                _cell(result["eer_upstream"]),
-                _cell(result["min_dcf"], result["min_dcf_interval"], unit=1, digits=4),
-                *(_cell(x["fnr"], x["interval"]) for x in result["fnr_at"].values()),
-            ]
-        )
-    return rows
-
-
-def _group_rows(report: dict) -> list[list[str]]:
-    rows = [["scores", "group", "targets", "non-targets", "speakers", "EER %", "FNR %", "FPR %"]]
-    for name, result in zip(_distinct_names(report["results"]), report["results"]):
-        for group, values in (result["groups"] or {}).items():
-            rates = [_cell(values[x], values[f"{x}_interval"]) for x in ("eer", "fnr", "fpr")]
-            rows.append([name, group, *_count_cells(values), *rates])
-    return rows
-
-
-def _distinct_names(results: list[dict]) -> list[str]:
-    """Return the short names, or the paths where two systems scored trials of one name."""
-    names = [x["name"] for x in results]
-    return names if len(set(names)) == len(names) else [x["scores"] for x in results]
-
-
-def _count_cells(result: dict) -> list[str]:
-    counts = (result[f"num_{x}"] for x in ("target", "nontarget", "speaker"))
-    return ["-" if x is None else str(x) for x in counts]
-
-
-def _cell(value, interval=None, *, unit: float = 100, digits: int = 2) -> str:
-    if value is None:
-        return "-"
-    text = f"{unit * value:.{digits}f}"
-    if interval is not None:
-        text += " [{:.{d}f}, {:.{d}f}]".format(*(unit * x for x in interval), d=digits)
-    return text
-
-
-def _align(rows: list[list[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``wespeaker-qmargin metrics``."""
     parser.epilog = (
@@ -287,12 +232,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--fpr", type=float, nargs="+", default=[1e-3, 1e-4], help="FPRs to read the FNR at")
     add("--bootstrap", type=int, default=1000, help="replicates (default 1000; 0: no intervals)")
     add("--seed", type=int, default=0, help="seed of the bootstrap (default 0)")
+    add(
+        "--llr", action="store_true", help="scores are log-likelihood ratios: actDCF, Cllr, minCllr"
+    )
+    add(
+        *("--skip-bad", "--skip_bad"),
+        action="store_true",
+        help="leave out and count lines whose score is nan or infinite",
+    )
     add("--out", help="write everything to this JSON file (rates are fractions)")
 
 
 def run(args: argparse.Namespace) -> None:
     """Measure, print a table and Markdown rows, and write ``--out``."""
-    names = ("utt2spk", "by", "p_target", "c_miss", "c_fa", "fpr", "seed")
+    names = ("utt2spk", "by", "p_target", "c_miss", "c_fa", "fpr", "seed", "llr", "skip_bad")
     options = {name: getattr(args, name) for name in names}
     report = evaluate(args.scores, replicates=args.bootstrap, **options)
     print(format_table(report), format_markdown(report), sep="\n\n")

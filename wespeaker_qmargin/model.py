@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from wespeaker_qmargin import adapter
 from wespeaker_qmargin.features import apply_cmvn, fbank, spec_aug
-from wespeaker_qmargin.files import atomic_path
 from wespeaker_qmargin.frontend import SslFrontend, fit_model_args
 from wespeaker_qmargin.head import QMarginProduct
 from wespeaker_qmargin.parallel import ClassParallelQMargin, full_weight
 from wespeaker_qmargin.sparse import Statistics
+from wespeaker_qmargin.tensors import write_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -168,8 +168,7 @@ def save_checkpoint(net: SpeakerNet, path, *, write: bool = True) -> None:
     state = full_state(net)
     if not write:
         return
-    with atomic_path(path) as temporary:
-        torch.save(state, temporary)
+    write_tensors(path, state)
 
 
 def read_checkpoint(path) -> dict[str, Tensor]:
@@ -302,8 +301,7 @@ def average_epochs(exp_dir, num: int) -> Path:
         )
     path = Path(exp_dir) / "models" / "avg_model.pt"
     state = average(found[-num:])
-    with atomic_path(path) as temporary:
-        torch.save(state, temporary)
+    write_tensors(path, state)
     logger.info("%s: mean of %s", path, ", ".join(p.name for p in found[-num:]))
     return path
 

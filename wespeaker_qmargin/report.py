@@ -122,7 +122,7 @@ def _read_curve(path: Path, result: dict) -> Roc:
     found = next((candidate for candidate in candidates if candidate.is_file()), None)
     if found is None:
         raise FileNotFoundError(f"{named}: no such score file, but {path} names it")
-    scores = read_scores(found)
+    scores = read_scores(found, skip_bad=bool(result.get("num_skipped")))
     if scores.is_target is None:
         raise ValueError(f"{found}: no labels; each line must end with target or nontarget")
     curve = roc(scores.scores, scores.is_target)

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from wespeaker_qmargin.files import atomic_path, write_text
+from wespeaker_qmargin.files import write_text
+from wespeaker_qmargin.tensors import write_tensors
 
 # Keys that may differ between a run and its continuation: they change no number in it. The batch
 # is compared over all processes.
@@ -95,8 +96,7 @@ def _path(exp_dir: Path) -> Path:
 
 def save_state(exp_dir: Path, state: dict) -> None:
     """Write the state atomically; the one before stays until the new one is on disk."""
-    with atomic_path(_path(exp_dir)) as temporary:
-        torch.save(state, temporary)
+    write_tensors(_path(exp_dir), state)
 
 
 def load_state(exp_dir: Path) -> dict | None:

@@ -49,13 +49,19 @@ class Roc(NamedTuple):
         Divided by ``min(c_miss p, c_fa (1 - p))``, the cost of the better of accept-all and
         reject-all, so in [0, 1].  Reference: NIST SRE 2016 evaluation plan.
         """
-        if not 0 < p_target < 1:
-            raise ValueError(f"p_target must lie between 0 and 1, got {p_target}")
-        if not (0 < c_miss < np.inf and 0 < c_fa < np.inf):
-            raise ValueError(f"c_miss and c_fa must be positive, got {c_miss} and {c_fa}")
-        miss, false_accept = c_miss * p_target, c_fa * (1 - p_target)
+        miss, false_accept = _costs(p_target, c_miss, c_fa)
         cost = np.min(miss * self.fnr + false_accept * self.fpr)
         return float(cost / min(miss, false_accept))
+
+    def act_dcf(self, *, p_target: float = 0.01, c_miss: float = 1.0, c_fa: float = 1.0) -> float:
+        """Return the normalised cost of ``min_dcf`` at the threshold that Bayes' rule gives.
+
+        ``log(c_fa (1 - p) / (c_miss p))``, for scores that are natural log-likelihood ratios.
+        At least ``min_dcf``; above 1 it is worse than accepting all or rejecting all.
+        """
+        miss, false_accept = _costs(p_target, c_miss, c_fa)
+        fnr, fpr = self.at(np.log(false_accept / miss))
+        return (miss * fnr + false_accept * fpr) / min(miss, false_accept)
 
     def fnr_at_fpr(self, fpr: float) -> float:
         """Return the smallest FNR among the thresholds whose FPR is at most ``fpr``.
@@ -82,7 +88,7 @@ def roc(scores, is_target) -> Roc:
     Raises:
         ValueError: no target or no non-target trial (with the counts), a non-finite score.
     """
-    scores, is_target = _checked(scores, is_target)
+    scores, is_target = check_trials(scores, is_target)
     order, last, thresholds = _ranking(scores)
     is_target = is_target[order]
     return _weighted_roc(is_target, ~is_target, last, thresholds)
@@ -105,6 +111,11 @@ def min_dcf(scores, is_target, *, p_target=0.01, c_miss=1.0, c_fa=1.0) -> float:
     return roc(scores, is_target).min_dcf(p_target=p_target, c_miss=c_miss, c_fa=c_fa)
 
 
+def act_dcf(llr, is_target, *, p_target=0.01, c_miss=1.0, c_fa=1.0) -> float:
+    """Return the cost at Bayes' threshold of log-likelihood ratios, see ``Roc.act_dcf``."""
+    return roc(llr, is_target).act_dcf(p_target=p_target, c_miss=c_miss, c_fa=c_fa)
+
+
 def fnr_at_fpr(scores, is_target, fpr: float) -> float:
     """Return the smallest FNR among thresholds with FPR <= ``fpr``, see ``Roc.fnr_at_fpr``.
 
@@ -123,7 +134,7 @@ def eer_upstream(scores, is_target) -> float | None:
     Interpolated like ``eer``, but with a point after each single trial (so tied scores count in
     file order, taken as stable here) and without the accept-all point. Raises as ``roc``.
     """
-    scores, is_target = _checked(scores, is_target)
+    scores, is_target = check_trials(scores, is_target)
     is_target = is_target[np.argsort(scores, kind="stable")]
     fnr = np.cumsum(is_target) / np.sum(is_target)
     fpr = 1 - np.cumsum(~is_target) / np.sum(~is_target)
@@ -179,7 +190,7 @@ def replicate(
         TooFewSpeakers: fewer than 10; more than one replicate in 20 without target or non-target
             trials (fewer are left out).
     """
-    scores, is_target = _checked(scores, is_target)
+    scores, is_target = check_trials(scores, is_target)
     enroll, test, num_speaker = _speaker_index(enroll_speaker, test_speaker, is_target)
     order, last, thresholds = _ranking(scores)
     enroll, test, is_target = enroll[order], test[order], is_target[order]
@@ -199,7 +210,17 @@ def replicate(
     return np.array(values)
 
 
-def _checked(scores, is_target) -> tuple[np.ndarray, np.ndarray]:
+def _costs(p_target: float, c_miss: float, c_fa: float) -> tuple[float, float]:
+    """Return the costs of rejecting all targets and of accepting all non-targets."""
+    if not 0 < p_target < 1:
+        raise ValueError(f"p_target must lie between 0 and 1, got {p_target}")
+    if not (0 < c_miss < np.inf and 0 < c_fa < np.inf):
+        raise ValueError(f"c_miss and c_fa must be positive, got {c_miss} and {c_fa}")
+    return c_miss * p_target, c_fa * (1 - p_target)
+
+
+def check_trials(scores, is_target) -> tuple[np.ndarray, np.ndarray]:
+    """Return ``scores`` as float64 (N,) and ``is_target`` as bool (N,), or raise as ``roc``."""
     scores, labels = np.asarray(scores, dtype=np.float64), np.asarray(is_target)
     if scores.ndim != 1 or scores.shape != labels.shape:
         raise ValueError(

@@ -15,12 +15,12 @@ import numpy as np
 
 from wespeaker_qmargin.embeddings import (
     Embeddings,
-    mean_vector,
+    read_cohort,
     read_embeddings,
+    read_mean,
     refuse_missing,
-    speaker_means,
 )
-from wespeaker_qmargin.files import Trials, atomic_path, read_trials
+from wespeaker_qmargin.files import Trials, read_trials, write_scores
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +122,8 @@ def score_files(
     cohort=None,
     cohort_utt2spk=None,
     top_n: int = 300,
+    missing: str = "error",
+    skip_bad: bool = False,
 ) -> list[Path]:
     """Score trial lists with the embeddings of an scp file; return the score files written.
 
@@ -133,26 +135,30 @@ def score_files(
         mean: scp file of the (training) embeddings whose mean is subtracted everywhere; the mean
             is left beside it in ``mean_vec.npy``, as upstream does. Or such a .npy file.
         norm: ``asnorm`` (the ``top_n`` highest cohort scores), ``snorm`` (all) or None. The
-            cohort should hold no speaker of the trials.
+            cohort should hold no speaker of the trials: utterances in both are counted and logged.
         cohort: scp file, one entry a speaker (upstream's ``spk_xvector.scp``), or one an utterance
             with ``cohort_utt2spk``, the speakers over which they are averaged.
+        missing: ``error``, or ``skip``: trials without embedding are left out, counted and logged.
+        skip_bad: leave out embeddings (and their trials) that hold NaN or infinity, likewise.
 
     Raises:
         FileNotFoundError, ValueError: what is wrong, with file and key; no score file is written.
     """
     if norm not in (None, "asnorm", "snorm"):
         raise ValueError(f"norm must be asnorm or snorm, got {norm!r}")
+    if missing not in ("error", "skip"):
+        raise ValueError(f"missing must be error or skip, got {missing!r}")
     if (norm is None) != (cohort is None) or (cohort_utt2spk and not cohort):
         raise ValueError("norm and cohort go together, and cohort_utt2spk needs them")
     lists = _read_lists(trials)
-    loaded = read_embeddings(embeddings, {k for x in lists.values() for k in (*x.enroll, *x.test)})
-    average = None if mean is None else _read_mean(mean)
+    wanted = {key for x in lists.values() for key in (*x.enroll, *x.test)}
+    loaded = read_embeddings(embeddings, wanted, skip_missing=missing == "skip", skip_bad=skip_bad)
+    lists = {name: _with_embeddings(name, x, loaded.keys) for name, x in lists.items()}
+    average = None if mean is None else read_mean(mean, skip_bad=skip_bad)
     scores = {name: score_trials(x, loaded, average) for name, x in lists.items()}
     written = {f"{name}.score": (x, scores[name], ()) for name, x in lists.items()}
     if norm is not None:
-        others = (
-            speaker_means(cohort, cohort_utt2spk) if cohort_utt2spk else read_embeddings(cohort)
-        )
+        others = read_cohort(cohort, cohort_utt2spk, trial_keys=wanted, skip_bad=skip_bad)
         used = top_n if norm == "asnorm" else len(others.keys)
         logger.info("%s: %d highest of %d cohort scores", norm, used, len(others.keys))
         statistics = cohort_statistics(loaded, others, top_n=used, mean=average)
@@ -162,7 +168,7 @@ def score_files(
             columns = _columns(x, statistics)
             written[f"{system}_{name}.score"] = (x, normalised, columns)
     for name, content in written.items():
-        _write_scores(Path(out) / name, *content)
+        write_scores(Path(out) / name, *content)
     return [Path(out) / name for name in written]
 
 
@@ -181,17 +187,23 @@ def _read_lists(paths: Sequence) -> dict[str, Trials]:
     return {name: read_trials(path) for name, path in by_name.items()}
 
 
-def _read_mean(source) -> np.ndarray:
-    """Return the mean; leave one that was computed beside its scp, where upstream looks for it."""
-    mean = mean_vector(source)
-    place = Path(source).parent / "mean_vec.npy"
-    if Path(source).suffix != ".npy":
-        try:
-            with atomic_path(place) as temporary, open(temporary, "wb") as stream:
-                np.save(stream, mean)
-        except OSError as error:
-            logger.warning("%s is not written (%s); the scores do not need it", place, error)
-    return mean
+def _with_embeddings(name: str, trials: Trials, keys: Sequence[str]) -> Trials:
+    """Return the trials whose two sides are in ``keys``; log what is left out."""
+    enroll, test, is_target = trials
+    known, total = set(keys), len(enroll)
+    kept = [i for i in range(total) if enroll[i] in known and test[i] in known]
+    if len(kept) == total:
+        return trials
+    lost = sorted({*enroll, *test} - known)
+    message = (
+        f"{name}: {total - len(kept)} of {total} trials have no finite embedding on one side or "
+        f"both; {len(lost)} keys, the first: {' '.join(lost[:10])}"
+    )
+    if not kept:
+        raise ValueError(message)
+    logger.warning("%s: skipped", message)
+    sides = ([side[i] for i in kept] for side in (enroll, test))
+    return Trials(*sides, None if is_target is None else is_target[kept])
 
 
 def _rows(trials: Trials, keys: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -239,16 +251,6 @@ def _columns(trials: Trials, statistics: CohortStatistics) -> tuple:
     return norms[enroll], norms[test], means[enroll], means[test]
 
 
-def _write_scores(path: Path, trials: Trials, scores, columns: Sequence) -> None:
-    fields = [trials.enroll, trials.test, (f"{x:.8g}" for x in scores.tolist())]
-    if trials.is_target is not None:
-        fields.append("target" if x else "nontarget" for x in trials.is_target)
-        fields += [(f"{x:.8g}" for x in column.tolist()) for column in columns]
-    with atomic_path(path) as temporary, open(temporary, "w", encoding="utf-8") as stream:
-        stream.writelines(" ".join(words) + "\n" for words in zip(*fields))
-    logger.info("%s: %d scores", path, len(scores))
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``wespeaker-qmargin score``."""
     parser.epilog = (
@@ -267,10 +269,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--cohort", help="scp file of the cohort: one embedding a speaker")
     add("--cohort_utt2spk", help="average the cohort by these speakers")
     add("--top_n", type=int, default=300, help="asnorm: highest cohort scores used (default 300)")
+    add(
+        "--missing",
+        choices=("error", "skip"),
+        default="error",
+        help="skip: leave out and count trials without embedding (default error: write nothing)",
+    )
+    add(
+        *("--skip-bad", "--skip_bad"),
+        action="store_true",
+        help="leave out and count embeddings that hold NaN or infinity, and their trials",
+    )
 
 
 def run(args: argparse.Namespace) -> None:
     """Score, and print the names of the score files."""
     names = ("embeddings", "trials", "out", "mean", "norm", "cohort", "cohort_utt2spk", "top_n")
+    names += ("missing", "skip_bad")
     for path in score_files(**{name: getattr(args, name) for name in names}):
         print(path)

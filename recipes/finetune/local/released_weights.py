@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from wespeaker_qmargin.files import atomic_path
+from wespeaker_qmargin.tensors import write_tensors
 
 EXAMPLE = """example:
   python recipes/finetune/local/released_weights.py resemblyzer packages exp/resemblyzer.pt
@@ -36,8 +36,7 @@ def released_weights(name: str, packages, out) -> int:
     if not isinstance(content, dict) or not isinstance(content.get(key), dict):
         raise ValueError(f"{path}: expected {key!r} in it; another version of the package?")
     state = {prefix + k: x for k, x in content[key].items() if not k.startswith(left_out)}
-    with atomic_path(out) as temporary:
-        torch.save(state, temporary)
+    write_tensors(out, state)
     return len(state)
 
 

@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from wespeaker_qmargin.config import Config, load_config, to_dict
-from wespeaker_qmargin.files import atomic_path, write_text
+from wespeaker_qmargin.files import write_text
 from wespeaker_qmargin.model import (
     SpeakerNet,
     find_checkpoint,
@@ -23,6 +23,7 @@ from wespeaker_qmargin.model import (
     load_checkpoint,
     read_checkpoint,
 )
+from wespeaker_qmargin.tensors import write_tensors
 
 EXAMPLE = """example:
   python recipes/voxceleb/local/export_model.py exp/resnet34 exp/resnet34/export
@@ -47,8 +48,7 @@ def export_model(exp_dir, out_dir) -> Path:
     else:
         state = read_checkpoint(checkpoint)
     options = {key: value for key, value in options.items() if key not in TRAINING_ONLY}
-    with atomic_path(out_dir / "avg_model.pt") as temporary:
-        torch.save(state, temporary)
+    write_tensors(out_dir / "avg_model.pt", state)
     write_text(out_dir / "config.yaml", _content(config, options))
     shutil.copyfile(exp_dir / "speakers.txt", out_dir / "speakers.txt")
     return out_dir
