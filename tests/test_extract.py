@@ -93,3 +93,17 @@ def test_old_output_survives_a_failure(exp, corpus, tmp_path):
     with pytest.raises(ValueError, match="avg_model.pt"):
         call(exp, corpus, tmp_path / "out")
     assert (tmp_path / "out" / "xvector.scp").read_text() == before
+
+
+def test_fewer_frames_than_the_network_needs_are_named_and_the_rest_is_written(
+    exp, corpus, tmp_path
+):
+    import soundfile
+
+    soundfile.write(tmp_path / "short.wav", np.ones(800, dtype=np.float32) / 9, 16000)
+    good = (corpus / "wav.scp").read_text().splitlines()[0]
+    (tmp_path / "wav.scp").write_text(f"short {tmp_path}/short.wav\n{good}\n")
+    out = call(exp, tmp_path / "wav.scp", tmp_path / "out", skip_bad=True)
+    assert len(out.read_text().splitlines()) == 1
+    told = (tmp_path / "out" / "xvector.bad").read_text()
+    assert told.startswith("short: no embedding of 800 samples: ") and told.count("\n") == 1

@@ -15,6 +15,7 @@ from wespeaker_qmargin.model import (
     SpeakerNet,
     average_epochs,
     find_checkpoint,
+    full_state,
     load_checkpoint,
     read_checkpoint,
     save_checkpoint,
@@ -174,3 +175,14 @@ def test_tfmel_frontend_of_wespeaker(tiny):
     assert (statistics.support > 0).all()
     assert torch.isfinite(loss)
     loss.backward()
+
+
+def test_float16_weights_load_into_float32(net, tiny, tmp_path):
+    state = {k: v.half() if v.is_floating_point() else v for k, v in full_state(net).items()}
+    torch.save(state, tmp_path / "half.pt")
+    torch.manual_seed(1)
+    other = SpeakerNet(load_config(tiny), 8)
+    load_checkpoint(other, tmp_path / "half.pt")
+    for key, tensor in full_state(other).items():
+        assert tensor.dtype == full_state(net)[key].dtype
+        torch.testing.assert_close(tensor, state[key].to(tensor.dtype))

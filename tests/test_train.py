@@ -235,6 +235,27 @@ def test_second_run_in_a_used_exp_dir_is_refused(tiny):
     assert (Path(config.exp_dir) / "metrics.jsonl").read_text() == before, "nothing was left to do"
 
 
+def test_a_run_goes_on_with_its_own_speakers_only(tiny, corpus):
+    words = ["--num_epochs", "1", "--valid_speakers", "0"]
+    train(load_config(tiny, words))
+    config, table = load_config(tiny, words), (corpus / "utt2spk").read_text()
+    try:  # the same path, another name in it
+        (corpus / "utt2spk").write_text(table.replace(" s9", " t9"))
+        with pytest.raises(ValueError, match=r"other speakers \(10\) than the run's \(10\)"):
+            train(config, resume_run=True)
+    finally:
+        (corpus / "utt2spk").write_text(table)
+
+
+@pytest.mark.parametrize("amp", ["false", "true"])
+def test_everything_frozen_is_refused(tiny, amp):
+    parts = [*(f"frame_{i}" for i in range(1, 6)), "seg_1", "seg_2", "projection"]
+    ratios = "{" + ", ".join(f"{name}: 0" for name in parts) + "}"
+    words = ["--lr_ratio", ratios, "--enable_amp", amp, "--amp_dtype", "bf16"]
+    with pytest.raises(ValueError, match="every part of the model is frozen"):
+        train(load_config(tiny, words))
+
+
 def test_two_runs_at_once_are_refused(tiny):
     config = load_config(tiny)
     code = (
@@ -476,3 +497,16 @@ print(*before, pages(25_000_000), pages(20_000_000))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     *before, _, after = map(int, done.stdout.split())
     assert min(before) > 100 and after < 10
+
+
+def test_a_bad_noise_source_is_off_and_told_once(tiny, tmp_path, caplog):
+    soundfile.write(tmp_path / "zeros.wav", np.zeros(8000), 16000)
+    (tmp_path / "noise.scp").write_text(
+        f"noise-0 {tmp_path}/zeros.wav\nnoise-1 {tmp_path}/gone.wav\n"
+    )
+    words = ["--noise_data", f"{tmp_path}/noise.scp", "--dataset_args.aug_prob", "1"]
+    with caplog.at_level(logging.WARNING):
+        train(load_config(tiny, [*words, "--num_epochs", "2"]))
+    told = [r.getMessage() for r in caplog.records if "not used" in r.getMessage()]
+    assert len(told) == len(set(told)) == 3
+    assert any("this source is off" in line for line in told)

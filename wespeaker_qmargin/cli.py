@@ -40,7 +40,7 @@ def main(words: list[str] | None = None) -> int:
         prog="wespeaker-qmargin",
         description="Q-Margin in WeSpeaker: train, extract, score, measure, report.",
         epilog="commands:\n"
-        + "\n".join(f"  {name:10} {text}" for name, (_, text) in _COMMANDS.items())
+        + "\n".join(f"  {name:12} {text}" for name, (_, text) in _COMMANDS.items())
         + "\n\nexample:\n  wespeaker-qmargin train --help",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -96,6 +96,7 @@ class Config:
     noise_data: str | None = None
     checkpoint: str | None = None
     # not upstream's
+    allow_pipes: bool = False  # shell commands in the place of paths in lists of utterances
     alpha_update: dict = field(default_factory=dict)  # ramps.alpha_ramp
     scale_update: dict = field(default_factory=dict)  # ramps.scale_ramp
     starvation: dict = field(default_factory=dict)  # guard.StarvationGuard

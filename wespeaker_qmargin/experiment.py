@@ -154,7 +154,8 @@ class Experiment:
 
     def _open_data(self) -> None:
         config, args = self.config, self.config.dataset_args
-        utterances = read_utterances(config.data_type, config.train_data, config.train_label)
+        where = config.data_type, config.train_data, config.train_label
+        utterances = read_utterances(*where, allow_pipes=config.allow_pipes)
         training, self.valid = split_speakers(utterances, config.valid_speakers, config.seed)
         self.labels = speaker_labels(training)
         # a large-margin stage keeps the rows of the speed copies, so that its checkpoint fits

@@ -72,11 +72,15 @@ def extract(
 def _embeddings(net, items: Iterable, device, problems: list[str]):
     for key, wav, problem in items:
         if problem is None:
-            vector = net.embed(wav[None].to(device))[0].float().cpu().numpy()
-            if np.isfinite(vector).all():
-                yield key, vector
-                continue
-            problem = f"{key}: its embedding is not finite"
+            try:
+                vector = net.embed(wav[None].to(device))[0].float().cpu().numpy()
+            except RuntimeError as error:  # fewer frames than a kernel is wide, or no memory
+                problem = f"{key}: no embedding of {len(wav)} samples: {str(error).splitlines()[0]}"
+            else:
+                if np.isfinite(vector).all():
+                    yield key, vector
+                    continue
+                problem = f"{key}: its embedding is not finite"
         logger.warning("%s", problem)
         problems.append(problem)
 
@@ -114,6 +118,7 @@ def extract_experiment(
     device: str = "auto",
     num_workers: int = 0,
     skip_bad: bool = False,
+    allow_pipes: bool = False,
 ) -> Path:
     """Extract with a checkpoint of an experiment, as its config.yaml says; return the scp's path.
 
@@ -126,7 +131,7 @@ def extract_experiment(
     """
     config = load_config(Path(exp_dir) / "config.yaml", check_paths=False)
     checkpoint = None if which == "untrained" else find_checkpoint(exp_dir, which)
-    utterances = read_utterances(data_type, data)
+    utterances = read_utterances(data_type, data, allow_pipes=allow_pipes)
     torch.manual_seed(config.seed)
     net = SpeakerNet(config)
     if checkpoint is not None:
@@ -157,6 +162,9 @@ def add_arguments(parser) -> None:
     parser.add_argument(
         "--skip_bad", action="store_true", help="succeed although some utterances cannot be used"
     )
+    parser.add_argument(
+        "--allow_pipes", action="store_true", help="run the shell commands in the list"
+    )
 
 
 def run(args) -> None:
@@ -169,5 +177,6 @@ def run(args) -> None:
         device=args.device,
         num_workers=args.num_workers,
         skip_bad=args.skip_bad,
+        allow_pipes=args.allow_pipes,
     )
     print(scp)

@@ -147,7 +147,7 @@ def _crops(net, config: Config, utterances, labels, accelerator) -> Iterator[tup
     loader = train_loader(train_set, batches, config.dataloader_args)
     total = -(-len(train_set) // size)
     for batch in tqdm(loader, desc="probe", unit="batch", total=total, disable=None):
-        files.note(batch.problems, batch.too_short)
+        files.note(batch.problems, batch.too_short, batch.bad_sources)
         with accelerator.autocast():
             embeddings = net.embed(batch.wavs.to(accelerator.device), batch.seeds.tolist())
         yield from _finite(embeddings, batch.labels, batch.keys)

@@ -31,7 +31,8 @@ _CENTRE_UTTERANCES = 256
 
 def training_utterances(config: Config) -> list[Utterance]:
     """Return the utterances that a run of ``config`` trains on."""
-    utterances = read_utterances(config.data_type, config.train_data, config.train_label)
+    where = config.data_type, config.train_data, config.train_label
+    utterances = read_utterances(*where, allow_pipes=config.allow_pipes)
     return split_speakers(utterances, config.valid_speakers, config.seed)[0]
 
 

@@ -40,6 +40,8 @@ def parameter_groups(net: nn.Module, lr_ratio: dict[str, float]) -> list[dict]:
             f"lr_ratio.{min(unused)}: the model has no such part; it has {', '.join(tops)}"
         )
     trained = {part: [p for p in params if p.requires_grad] for part, params in groups.items()}
+    if not any(trained.values()):
+        raise ValueError("lr_ratio: every part of the model is frozen, nothing would be trained")
     return [
         {"params": params, "lr_ratio": float(lr_ratio.get(part, 1.0)), "name": part or "rest"}
         for part, params in trained.items()

@@ -105,7 +105,7 @@ class _Training:
         at.schedules.step(at.iteration)
         for micro in range(accum_steps):
             batch = next(batches)
-            self.files.note(batch.problems, batch.too_short)
+            self.files.note(batch.problems, batch.too_short, batch.bad_sources)
             synchronised = micro + 1 == accum_steps
             with nullcontext() if synchronised else self.accelerator.no_sync(at.model):
                 self._forward_backward(batch, interval)

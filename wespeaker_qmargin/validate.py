@@ -1,5 +1,6 @@
 """A validation EER over speakers held out of the training speakers."""
 
+import logging
 from collections import defaultdict
 
 import numpy as np
@@ -9,6 +10,8 @@ from accelerate.utils import gather_object
 from wespeaker_qmargin.audio import Utterance
 from wespeaker_qmargin.data import WholeSet
 from wespeaker_qmargin.metrics import eer
+
+logger = logging.getLogger(__name__)
 
 _UTTERANCES = 8  # of a held-out speaker: enough trials, a few seconds an epoch
 
@@ -59,11 +62,16 @@ def validation_eer(net, utterances: list[Utterance], accelerator, config) -> flo
         for utterance, (_, wav, problem) in zip(
             mine, WholeSet(mine, config.dataset_args.resample_rate, min_samples=net.min_samples)
         ):
-            if problem is None:
+            if problem is not None:
+                logger.warning("held out, not used: %s", problem)
+            else:
                 vector = net.embed(wav[None].to(accelerator.device))[0]
                 embedded.append((utterance.spk, vector.float().cpu().numpy()))
     net.train()
-    return _all_pairs_eer(gather_object(embedded))
+    embedded = gather_object(embedded)
+    if not embedded:
+        raise ValueError(f"valid_speakers: none of {len(utterances)} utterances can be used")
+    return _all_pairs_eer(embedded)
 
 
 def _all_pairs_eer(embedded: list[tuple[str, np.ndarray]]) -> float:
