@@ -133,6 +133,7 @@ def test_heads():
     assert head_args(scale="auto") == {"project_type": "q_margin", "scale": "auto"}
     assert head_args(like="cosface") == {"project_type": "add_margin", "scale": 32.0}
     assert head_args(like="cosface", scale=20.0)["scale"] == 20.0
+    assert head_args(like="aam")["project_type"] == "arc_margin"
     with pytest.raises(ValueError, match="without --alpha"):
         head_args(like="cosface", alpha=1.5)
     with pytest.raises(ValueError, match="expected cosface.*'arcface'"):

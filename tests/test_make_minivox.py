@@ -348,3 +348,15 @@ def edit(place: Path, old: str, new: str) -> None:
 def test_the_corpus_itself_is_not_overwritten(place, capsys):
     assert make_minivox.main(command(place, spec="spec", out="spec")) == 1
     assert "would overwrite SPEC" in capsys.readouterr().err
+
+
+def test_what_the_repository_holds_of_the_corpus_is_the_manifests():
+    spec = ROOT / "recipes" / "mini" / "minivox"
+    lines = (spec / "MANIFEST.sha256").read_text().splitlines()
+    wanted = {name: digest for digest, name in (line.split(maxsplit=1) for line in lines)}
+    held = [path for path in spec.rglob("*") if path.is_file() and path.name != "MANIFEST.sha256"]
+    assert len(held) > 60
+    for path in held:
+        name = str(path.relative_to(spec))
+        found = hashlib.sha256(path.read_bytes()).hexdigest()
+        assert wanted.get(name, wanted.get(f"./{name}")) == found, name

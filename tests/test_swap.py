@@ -14,7 +14,7 @@ import yaml
 from wespeaker_qmargin import adapter
 from wespeaker_qmargin.cli import main
 from wespeaker_qmargin.config import load_config
-from wespeaker_qmargin.swap import HEADS, default_path, difference, swap, write
+from wespeaker_qmargin.swap import LIKE, default_path, difference, swap, write
 from wespeaker_qmargin.train import train
 
 ARC = """\
@@ -219,7 +219,7 @@ def test_margin_is_the_only_thing_of_the_schedule_to_change(
 def test_the_control_of_a_q_margin_yaml(name, like, kind, tmp_path):
     path = written(tmp_path, swap(written(tmp_path, STOCK[name]), alpha=1.25).after, "q.yaml")
     control = swap(path, like=like)
-    assert control.new["projection_args"] == HEADS[like]
+    assert control.new["projection_args"] == LIKE[like]
     assert {**control.new, "projection_args": 0} == {**control.old, "projection_args": 0}
     write(control, tmp_path / "control.yaml")
     config = load_config(tmp_path / "control.yaml", check_paths=False)

@@ -38,7 +38,7 @@ from wespeaker_qmargin.files import atomic_path, read_lines, write_text
 EXAMPLE = """example:
   git clone https://github.com/omnilingo/rsample-100-cv-corpus-6.1-2020-12-11
   git clone https://github.com/resemble-ai/Resemblyzer
-  python tools/make_minivox.py SPEC data/minivox --librispeech Resemblyzer \\
+  python tools/make_minivox.py recipes/mini/minivox data/minivox --librispeech Resemblyzer \\
     --common-voice rsample-100-cv-corpus-6.1-2020-12-11
 """
 NOISES = {  # name: (which clone, file, start in s)

@@ -48,7 +48,10 @@ _DEFAULTS = {
     "lr_ratio": {"projection": 5.0},
 }
 _MARGIN = 0.2
-LIKE = {"cosface": {"project_type": "add_margin", "scale": 32.0}}
+LIKE = {
+    "cosface": {"project_type": "add_margin", "scale": 32.0},
+    "aam": {"project_type": "arc_margin", "scale": 32.0, "easy_margin": False},
+}
 
 
 def head_args(*, alpha=None, scale=None, like: str | None = None) -> dict | None:
@@ -56,7 +59,7 @@ def head_args(*, alpha=None, scale=None, like: str | None = None) -> dict | None
 
     Args:
         alpha, scale: of Q-Margin.
-        like: ``cosface``, the control: WeSpeaker's AddMarginProduct at scale 32, or ``scale``.
+        like: ``cosface`` or ``aam``, the control: WeSpeaker's at scale 32, or ``scale``.
 
     Raises:
         ValueError: an unknown ``like``; one with ``alpha``.

@@ -19,7 +19,6 @@ from wespeaker_qmargin.files import atomic_path
 from wespeaker_qmargin.finetune import LIKE, number_or_auto
 from wespeaker_qmargin.yaml_edit import edit, repeated_keys
 
-HEADS = {**LIKE, "aam": {"project_type": "arc_margin", "scale": 32.0, "easy_margin": False}}
 _ALPHA = 1.5
 _TRAINERS = {"project_type", "embed_dim", "num_class"}
 _OPTIONS = {
@@ -113,8 +112,8 @@ def _check_options(*, alpha, scale, margin, like) -> None:
         raise ValueError(f"--margin: expected a number >= 0, in cosine, got {margin}")
     if like is None:
         return
-    if like not in HEADS or alpha is not None:
-        raise ValueError(f"--like: expected {' or '.join(HEADS)}, without --alpha, got {like!r}")
+    if like not in LIKE or alpha is not None:
+        raise ValueError(f"--like: expected {' or '.join(LIKE)}, without --alpha, got {like!r}")
     if scale is not None and not (isinstance(scale, int | float) and 0 < scale < math.inf):
         raise ValueError(f"--scale: of --like expected a number > 0, got {scale!r}")
 
@@ -137,7 +136,7 @@ def _check_head(own: dict, old: dict) -> None:
 def _head_options(args: dict, *, alpha, scale, like) -> dict:
     given = {k: v for k, v in (("alpha", alpha), ("scale", scale)) if v is not None}
     if like is not None:
-        return {**HEADS[like], **given}
+        return {**LIKE[like], **given}
     fresh = {} if args["project_type"] == "q_margin" else {"alpha": _ALPHA, "scale": "auto"}
     return {"project_type": "q_margin", **fresh, **given}
 
@@ -160,7 +159,7 @@ def _hint(content: dict) -> str:
 def default_path(path, like: str | None = None) -> Path:
     """Return where the swapped YAML goes: ``x.yaml`` and ``x_aam.yaml`` to ``x_qmargin.yaml``."""
     path, stem = Path(path), Path(path).stem
-    for word in ("qmargin", *HEADS):
+    for word in ("qmargin", *LIKE):
         stem = stem.removesuffix(f"_{word}")
     return path.with_name(f"{stem}_{like or 'qmargin'}{path.suffix}")
 
@@ -217,7 +216,7 @@ def add_arguments(parser) -> None:
     add("--alpha", type=float, help="of Q-Margin [1.5]")
     add("--scale", type=number_or_auto, help="of Q-Margin [auto], or of --like [32]")
     add("--margin", type=float, help="that the schedule ends at [as it is]")
-    add("--like", choices=HEADS, help="write this head instead, the control")
+    add("--like", choices=LIKE, help="write this head instead, the control")
     add("--out", metavar="FILE", help="the new YAML [CONFIG_qmargin.yaml, CONFIG_LIKE.yaml]")
 
 
