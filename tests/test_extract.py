@@ -106,4 +106,20 @@ def test_fewer_frames_than_the_network_needs_are_named_and_the_rest_is_written(
     out = call(exp, tmp_path / "wav.scp", tmp_path / "out", skip_bad=True)
     assert len(out.read_text().splitlines()) == 1
     told = (tmp_path / "out" / "xvector.bad").read_text()
-    assert told.startswith("short: no embedding of 800 samples: ") and told.count("\n") == 1
+    assert told.count("\n") == 1 and "short.wav: too short: 0.050 s, at least" in told
+
+
+def test_no_memory_for_one_utterance_does_not_end_the_others(exp, corpus, tmp_path, monkeypatch):
+    embed, calls = SpeakerNet.embed, []
+
+    def first_fails(net, wavs, seeds=None):
+        calls.append(wavs.shape[1])
+        if len(calls) == 1:
+            raise RuntimeError("out of memory\nand more")
+        return embed(net, wavs, seeds)
+
+    monkeypatch.setattr(SpeakerNet, "embed", first_fails)
+    out = call(exp, corpus, tmp_path / "out", skip_bad=True)
+    assert len(out.read_text().splitlines()) == len(calls) - 1
+    told = (tmp_path / "out" / "xvector.bad").read_text()
+    assert told.endswith(f": no embedding of {calls[0]} samples: out of memory\n")

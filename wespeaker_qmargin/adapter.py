@@ -4,6 +4,7 @@ import difflib
 import functools
 import sys
 
+import torch
 from torch import nn
 
 from wespeaker_qmargin.functional import zero_loss_gap
@@ -259,6 +260,27 @@ def build_speaker_model(name: str, args: dict) -> nn.Module:
     }
     args = {k: classes.get(v, v) if isinstance(v, str) else v for k, v in args.items()}
     return factory(**args)
+
+
+@torch.no_grad()
+def fewest_frames(backbone: nn.Module, bands: int) -> int:
+    """Return how many frames a backbone needs for a finite embedding; 1 if it is more than 64."""
+    modes = [(module, module.training) for module in backbone.modules()]
+    device = next(backbone.parameters()).device
+    backbone.eval()
+    try:
+        for frames in range(1, 65):
+            ramp = torch.arange(frames * bands, device=device).sin().view(1, frames, bands)
+            try:
+                output = backbone(ramp)
+            except (RuntimeError, ValueError):  # a kernel is wider
+                continue
+            if (output[-1] if isinstance(output, tuple) else output).isfinite().all():
+                return frames
+        return 1
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def get_frontend(name: str) -> type[nn.Module]:

@@ -4,6 +4,7 @@ A saved model is a plain state dict with the backbone's keys bare, the front-end
 ``frontend.`` and the head's under ``projection.``, as WeSpeaker saves and loads it.
 """
 
+import functools
 import logging
 import re
 from collections.abc import Sequence
@@ -68,13 +69,16 @@ class SpeakerNet(nn.Module):
                 module.eval()
         return self
 
-    @property
+    @functools.cached_property
     def min_samples(self) -> int:
-        """Samples that one frame needs."""
+        """Samples that an embedding needs; with another front-end than filter banks, one frame."""
         if isinstance(self.frontend, SslFrontend):
             return self.frontend.min_samples
-        length = self.dataset_args.fbank_args.get("frame_length", 25)
-        return int(self.dataset_args.resample_rate * length / 1000)
+        args, frames = self.dataset_args.fbank_args, 1
+        if self.frontend is None:
+            frames = adapter.fewest_frames(self.backbone, args.get("num_mel_bins", 80))
+        seconds = (args.get("frame_length", 25) + (frames - 1) * args.get("frame_shift", 10)) / 1000
+        return int(self.dataset_args.resample_rate * seconds)
 
     def features(self, wavs: Tensor, seeds: Sequence[int] | None = None):
         """Return the backbone's input for waveforms (B, T) in [-1, 1].
