@@ -105,7 +105,7 @@ def read_study(path) -> Study:
         raise FileNotFoundError(f"{path}: no such study")
     study = read_yaml(path)
     if not study.keys() <= _KEYS:
-        unknown = sorted(map(repr, study.keys() - _KEYS))
+        unknown = sorted(map(str, study.keys() - _KEYS))
         raise ValueError(f"{path}: expected the keys {', '.join(sorted(_KEYS))}; found {unknown}")
     for key in ("exp_dir", "config", "test"):
         if key not in study:
