@@ -4,7 +4,6 @@ QMARGIN_FUZZ: cases a parser (500); tools/soak.sh takes 10,000.
 """
 
 import os
-from pathlib import Path
 
 import pytest
 import yaml
@@ -151,8 +150,3 @@ def test_texts_as_configs(tiny, data):
 @given(words=st.lists(st.one_of(WORDS, st.sampled_from(["--a", "--a.b", "--seed", "--"]))))
 def test_overrides(words):
     outcome(parse_overrides, words)
-
-
-def test_nothing_is_left_where_the_parsers_ran(tmp_path):
-    """The paths above that look like commands or addresses were opened by nobody."""
-    assert not list(Path.cwd().glob("rm*")) and not list(tmp_path.iterdir())

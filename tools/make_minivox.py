@@ -33,7 +33,7 @@ import soundfile
 from minivox_audio import LIMIT_S, RATE, Programs, clips, decoded, find_programs, write_flac
 from minivox_compare import comparison, report
 
-from wespeaker_qmargin.files import atomic_path, read_lines, write_text
+from wespeaker_qmargin.files import atomic_path, read_lines, write_table, write_text
 
 EXAMPLE = """example:
   git clone https://github.com/omnilingo/rsample-100-cv-corpus-6.1-2020-12-11
@@ -114,7 +114,7 @@ def make_clips(rows, out: Path, clones, *, programs: Programs, jobs: int) -> dic
 
 def make_noises(out: Path, clones, programs: Programs) -> dict[str, str]:
     """Make the noises whose clone is given, and noise.scp of them; return path -> why not."""
-    made, bad = [], {}
+    made, bad = {}, {}
     for name, (clone, file, start) in NOISES.items():
         path = f"aug/noise/{name}.flac"
         if clones[clone] is None:
@@ -126,9 +126,9 @@ def make_noises(out: Path, clones, programs: Programs) -> dict[str, str]:
             bad[path] = str(error)
             continue
         write_flac(out / path, wav[start * RATE : (start + NOISE_S) * RATE], programs.flac)
-        made.append(f"{name} {path}\n")
+        made[name] = path
     if made:
-        write_text(out / "aug" / "noise.scp", "".join(made))
+        write_table(out / "aug" / "noise.scp", made)
     else:
         bad["aug/noise.scp"] = "no noise was made"
     return bad
@@ -143,14 +143,14 @@ def write_tables(rows: list[dict[str, str]], out: Path) -> None:
     gender = {row["spk"]: row["gender"] for row in rows}
     seconds = [round(soundfile.info(out / row["rel"]).duration, 3) for row in rows]
     tables = {
-        "wav.scp": [(row["utt"], row["rel"]) for row in rows],
-        "utt2spk": [(row["utt"], row["spk"]) for row in rows],
-        "utt2dur": [(row["utt"], str(s)) for row, s in zip(rows, seconds)],
-        "spk2utt": [(spk, " ".join(speakers[spk])) for spk in sorted(speakers)],
-        "spk2gender": [(spk, gender[spk]) for spk in sorted(speakers)],
+        "wav.scp": {row["utt"]: row["rel"] for row in rows},
+        "utt2spk": {row["utt"]: row["spk"] for row in rows},
+        "utt2dur": {row["utt"]: s for row, s in zip(rows, seconds)},
+        "spk2utt": {spk: " ".join(speakers[spk]) for spk in sorted(speakers)},
+        "spk2gender": {spk: gender[spk] for spk in sorted(speakers)},
     }
     for name, table in tables.items():
-        write_text(folder / name, "".join(f"{key} {value}\n" for key, value in table))
+        write_table(folder / name, table)
 
 
 def write_trials(rows: list[dict[str, str]], folder: Path) -> None:

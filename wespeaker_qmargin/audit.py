@@ -21,8 +21,9 @@ from wespeaker_qmargin.files import read_lines, write_text
 from wespeaker_qmargin.head import QMarginProduct
 from wespeaker_qmargin.leads import nearest
 from wespeaker_qmargin.model import SpeakerNet, load_checkpoint, numbered_checkpoints
-from wespeaker_qmargin.prototypes import row_names, training_utterances
+from wespeaker_qmargin.prototypes import row_names
 from wespeaker_qmargin.sources import describe
+from wespeaker_qmargin.validate import training_utterances
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ def audit(exp_dir, *, epochs: int | None = None, overrides: Sequence[str] = ()) 
     exp_dir = Path(exp_dir)
     config = load_config(exp_dir / "config.yaml", overrides)
     paths = _checkpoints(exp_dir, epochs)
-    training = training_utterances(config)
+    training, _ = training_utterances(config)
     names = row_names(training, config)
     speakers = [name for name, speed in names if speed == 0]
     _check_speakers(exp_dir / "speakers.txt", speakers)

@@ -20,7 +20,7 @@ from wespeaker_qmargin.check_audio import (
     audio_findings,
     measure_all,
 )
-from wespeaker_qmargin.files import Trials, read_lines, read_trials, write_text
+from wespeaker_qmargin.files import Trials, read_lines, read_trials, write_table, write_text
 from wespeaker_qmargin.lists import audio_source
 
 KINDS = {
@@ -183,13 +183,13 @@ def write_clean(report: Report, out) -> None:
     names = {_copy_name(report.folder, path): path for path in report.trials}
     if len(names) < len(report.trials):
         raise ValueError("--trials: two lists of the same name; check them one after the other")
-    _write_table(out / "wav.scp", {key: report.wavs[key] for key in report.kept})
+    write_table(out / "wav.scp", {key: report.wavs[key] for key in report.kept})
     if report.speakers is not None:
-        _write_table(out / "utt2spk", {key: report.speakers[key] for key in report.kept})
+        write_table(out / "utt2spk", {key: report.speakers[key] for key in report.kept})
         of_speaker: dict[str, list[str]] = {}
         for key in report.kept:
             of_speaker.setdefault(report.speakers[key], []).append(key)
-        _write_table(out / "spk2utt", {spk: " ".join(keys) for spk, keys in of_speaker.items()})
+        write_table(out / "spk2utt", {spk: " ".join(keys) for spk, keys in of_speaker.items()})
     for name, path in names.items():
         lines = _trial_lines(report.trials[path], kept)
         if lines:
@@ -201,10 +201,6 @@ def write_clean(report: Report, out) -> None:
 def _copy_name(folder: Path, path: Path) -> Path:
     inside = path.is_relative_to(folder)
     return path.relative_to(folder) if inside else Path("trials", path.name)
-
-
-def _write_table(path: Path, table: dict[str, str]) -> None:
-    write_text(path, "".join(f"{key} {value}\n" for key, value in table.items()))
 
 
 def _trial_lines(trials: Trials, kept: set[str]) -> list[str]:

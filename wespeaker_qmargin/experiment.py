@@ -22,7 +22,7 @@ from wespeaker_qmargin.data import TrainSet, train_loader
 from wespeaker_qmargin.files import write_text
 from wespeaker_qmargin.head import QMarginProduct
 from wespeaker_qmargin.lazy_sgd import LazySGD
-from wespeaker_qmargin.lists import read_utterances, speaker_labels
+from wespeaker_qmargin.lists import speaker_labels
 from wespeaker_qmargin.model import (
     SpeakerNet,
     checkpoint_epoch,
@@ -36,7 +36,7 @@ from wespeaker_qmargin.order import EpochBatches
 from wespeaker_qmargin.parallel import ClassParallelQMargin, keep_from_ddp, total_norm
 from wespeaker_qmargin.provenance import provenance
 from wespeaker_qmargin.schedule import Schedules, build_optimizer
-from wespeaker_qmargin.validate import split_speakers
+from wespeaker_qmargin.validate import training_utterances
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +80,7 @@ def _seed_everything(seed: int) -> None:
 
 
 def build_augmenter(config: Config) -> Augmenter | None:
+    """Return what adds noise and reverberation as ``config`` says; None: nothing does."""
     args = config.dataset_args
     if args.aug_prob == 0 or not (config.noise_data or config.reverb_data):
         return None
@@ -154,9 +155,7 @@ class Experiment:
 
     def _open_data(self) -> None:
         config, args = self.config, self.config.dataset_args
-        where = config.data_type, config.train_data, config.train_label
-        utterances = read_utterances(*where, allow_pipes=config.allow_pipes)
-        training, self.valid = split_speakers(utterances, config.valid_speakers, config.seed)
+        training, self.valid = training_utterances(config)
         self.labels = speaker_labels(training)
         # a large-margin stage keeps the rows of the speed copies, so that its checkpoint fits
         copies = 3 if args.speed_perturb and args.speed_perturb_labels == "new" else 1

@@ -160,10 +160,14 @@ def add_arguments(parser) -> None:
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--num_workers", type=int, default=0, help="processes that read audio [0]")
     parser.add_argument(
-        "--skip_bad", action="store_true", help="succeed although some utterances cannot be used"
+        *("--skip-bad", "--skip_bad"),
+        action="store_true",
+        help="succeed although some utterances cannot be used",
     )
     parser.add_argument(
-        "--allow_pipes", action="store_true", help="run the shell commands in the list"
+        *("--allow-pipes", "--allow_pipes"),
+        action="store_true",
+        help="run the shell commands in the list",
     )
 
 

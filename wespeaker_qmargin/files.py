@@ -109,6 +109,11 @@ def read_table(path) -> dict[str, str]:
     return table
 
 
+def write_table(path, table: dict) -> None:
+    """Write lines ``key value``, atomically."""
+    write_text(path, "".join(f"{key} {value}\n" for key, value in table.items()))
+
+
 def read_trials(path) -> Trials:
     """Read trials ``enroll test [target|nontarget|1|0]`` or VoxCeleb's ``1|0 enroll test``.
 

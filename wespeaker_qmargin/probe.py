@@ -30,8 +30,9 @@ from wespeaker_qmargin.model import SpeakerNet, checkpoint_epoch, from_wespeaker
 from wespeaker_qmargin.plan import Setting
 from wespeaker_qmargin.probe_grid import grid
 from wespeaker_qmargin.probe_report import Probe, draw, markdown, to_json
-from wespeaker_qmargin.prototypes import num_speeds, training_utterances
+from wespeaker_qmargin.prototypes import num_speeds
 from wespeaker_qmargin.transfer import Source, find_source, transfer
+from wespeaker_qmargin.validate import training_utterances
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ def probe(
     if accelerator.num_processes > 1:
         raise ValueError(f"probe runs in one process, found {accelerator.num_processes}")
     net, prototypes, report = _start(config, source, accelerator, per_class)
-    training = training_utterances(config)
+    training, _ = training_utterances(config)
     labels, args = speaker_labels(training), config.dataset_args
     copies = num_speeds(args.speed_perturb, args.speed_perturb_labels)
     chosen = _choose(training, sample, config.seed)

@@ -15,9 +15,8 @@ from wespeaker_qmargin.audio import AudioError, Utterance, load_audio
 from wespeaker_qmargin.augment import change_speed
 from wespeaker_qmargin.config import Config
 from wespeaker_qmargin.data import _SPEEDS
-from wespeaker_qmargin.lists import read_utterances, speaker_labels
+from wespeaker_qmargin.lists import speaker_labels
 from wespeaker_qmargin.model import SpeakerNet
-from wespeaker_qmargin.validate import split_speakers
 
 logger = logging.getLogger(__name__)
 
@@ -27,13 +26,6 @@ ROW_HEADS = ("q_margin", "add_margin", "arc_margin", "sphere", "sphereface2")
 Row = tuple[str, int]  # speaker, number of the speed
 _CENTRE: Row = "", 0  # stands for all speakers: no name is empty
 _CENTRE_UTTERANCES = 256
-
-
-def training_utterances(config: Config) -> list[Utterance]:
-    """Return the utterances that a run of ``config`` trains on."""
-    where = config.data_type, config.train_data, config.train_label
-    utterances = read_utterances(*where, allow_pipes=config.allow_pipes)
-    return split_speakers(utterances, config.valid_speakers, config.seed)[0]
 
 
 def row_names(training: list[Utterance], config: Config) -> list[Row]:

@@ -34,8 +34,8 @@ from wespeaker_qmargin.prototypes import (
     filled,
     num_speeds,
     row_names,
-    training_utterances,
 )
+from wespeaker_qmargin.validate import training_utterances
 
 logger = logging.getLogger(__name__)
 
@@ -179,7 +179,7 @@ def transfer(
         raise ValueError(f"prototypes: expected {' or '.join(PROTOTYPES)}, got {prototypes!r}")
     if per_class < 1:
         raise ValueError(f"per_class: expected a number of utterances >= 1, got {per_class}")
-    training = training_utterances(config)
+    training, _ = training_utterances(config)
     names = row_names(training, config)
     torch.manual_seed(config.seed)
     net = SpeakerNet(config, len(names))

@@ -9,6 +9,7 @@ from accelerate.utils import gather_object
 
 from wespeaker_qmargin.audio import Utterance
 from wespeaker_qmargin.data import WholeSet
+from wespeaker_qmargin.lists import read_utterances
 from wespeaker_qmargin.metrics import eer
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,13 @@ def split_speakers(
     chosen = set(rng.choice(usable, num_speakers, replace=False).tolist())
     training = [u for u in utterances if u.spk not in chosen]
     return training, [u for spk in sorted(chosen) for u in by_speaker[spk][:_UTTERANCES]]
+
+
+def training_utterances(config) -> tuple[list[Utterance], list[Utterance]]:
+    """Return the utterances that a run of ``config`` trains on, and those that it holds out."""
+    where = config.data_type, config.train_data, config.train_label
+    utterances = read_utterances(*where, allow_pipes=config.allow_pipes)
+    return split_speakers(utterances, config.valid_speakers, config.seed)
 
 
 @torch.no_grad()

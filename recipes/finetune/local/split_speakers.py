@@ -8,7 +8,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from wespeaker_qmargin.files import read_table, write_text
+from wespeaker_qmargin.files import read_table, write_table
 
 EXAMPLE = """example:
   python recipes/finetune/local/split_speakers.py data/train data/train_base data/train_new
@@ -28,7 +28,7 @@ def split_speakers(folder, first, second) -> tuple[int, int]:
     for out, half in ((first, names[::2]), (second, names[1::2])):
         utterances = [utt for utt in wavs if speakers[utt] in set(half)]
         for name, table in (("wav.scp", wavs), ("utt2spk", speakers)):
-            write_text(Path(out) / name, "".join(f"{utt} {table[utt]}\n" for utt in utterances))
+            write_table(Path(out) / name, {utt: table[utt] for utt in utterances})
     return len(names[::2]), len(names[1::2])
 
 

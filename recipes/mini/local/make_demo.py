@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import soundfile
 import soxr
-from prepare_data import draw_trials, write_table, write_trials
+from prepare_data import draw_trials, write_trials
 from scipy.fft import next_fast_len
 from scipy.signal import lfilter
 
@@ -222,8 +222,8 @@ def _write_speech(folder: Path, num_speakers: int, num_utts: int, seed: int) -> 
                 speech = espeak.say(text, **manner, pitch=pitch)
                 _write_wav(folder / wavs[utt], record(speech, rng))
     for split, (wavs, utt2spk) in tables.items():
-        write_table(folder / split / "wav.scp", wavs)
-        write_table(folder / split / "utt2spk", utt2spk)
+        files.write_table(folder / split / "wav.scp", wavs)
+        files.write_table(folder / split / "utt2spk", utt2spk)
     trials = draw_trials(tables["test"][1], per_speaker=num_utts**2, ratio=1, seed=seed)
     write_trials(folder / "test" / "trials" / "demo.trials", trials)
 
@@ -238,8 +238,8 @@ def _write_augmentation(folder: Path, rng) -> None:
     for number, reverberation_s in enumerate(np.linspace(0.15, 0.8, 20)):
         rirs[f"rir-{number:02d}"] = f"aug/rir/rir-{number:02d}.wav"
         _write_wav(folder / rirs[f"rir-{number:02d}"], room_response(reverberation_s, rng))
-    write_table(folder / "aug" / "noise.scp", noises)
-    write_table(folder / "aug" / "rir.scp", rirs)
+    files.write_table(folder / "aug" / "noise.scp", noises)
+    files.write_table(folder / "aug" / "rir.scp", rirs)
 
 
 def _write_wav(path: Path, samples: np.ndarray) -> None:

@@ -3,9 +3,8 @@
 WORK has data/ (study_data.py). tune.yaml trains every head at three learning rates, one seed, with
 60 training speakers held out; heads.yaml and noise.yaml use the rate that was best for a head, by
 the mean EER of the held-out speakers over the last three epochs; cleaned.yaml trains on what is
-left without the audit's suspects; finetune.yaml goes on from two
-CosFace networks of this study: one from the middle of its training, one trained three times as
-long.
+left without the audit's suspects; finetune.yaml goes on from two CosFace networks: one trained as
+long as the others, one three times as long.
 """
 
 import argparse

@@ -58,8 +58,8 @@ def prepare_data(data_dir, out_dir, *, allow_overlap: bool = False) -> dict:
     noise = {_with_category(key): path for key, path in noise.items()}
 
     for split in ("train", "test"):
-        write_table(out_dir / split / "wav.scp", wavs[split])
-        write_table(out_dir / split / "utt2spk", speakers[split])
+        files.write_table(out_dir / split / "wav.scp", wavs[split])
+        files.write_table(out_dir / split / "utt2spk", speakers[split])
     _replace_trials(out_dir / "test" / "trials", trials)
     _write_or_remove(out_dir / "musan" / "wav.scp", _table(noise))
     _write_or_remove(out_dir / "rirs" / "wav.scp", _table(rir))
@@ -96,11 +96,6 @@ def draw_trials(utt2spk: dict, *, per_speaker: int, ratio: float, seed: int = 0)
     picked = np.sort(np.concatenate(chosen))
     enroll, test = ([utts[i] for i in side[picked]] for side in (rows, columns))
     return files.Trials(enroll, test, same[picked])
-
-
-def write_table(path, table: dict) -> None:
-    """Write ``key value`` lines, atomically."""
-    files.write_text(path, _table(table))
 
 
 def write_trials(path, trials: files.Trials) -> None:

@@ -16,7 +16,7 @@ import urllib.request
 import zlib
 from pathlib import Path
 
-from prepare_data import draw_trials, write_table, write_trials
+from prepare_data import draw_trials, write_trials
 
 from wespeaker_qmargin import files
 
@@ -56,8 +56,8 @@ def prepare_minilibrispeech(out_dir, *, archive_dir=None, url: str = URL, md5=MD
             raise ValueError(f"{folder}: no SPEAKER/CHAPTER/*.flac; delete it and run again")
         utt2spk = {utt: path.parts[-3] for utt, path in wavs.items()}
         relative = {utt: path.relative_to(out_dir) for utt, path in wavs.items()}
-        write_table(out_dir / split / "wav.scp", relative)
-        write_table(out_dir / split / "utt2spk", utt2spk)
+        files.write_table(out_dir / split / "wav.scp", relative)
+        files.write_table(out_dir / split / "utt2spk", utt2spk)
     trials = draw_trials(utt2spk, per_speaker=50, ratio=5)
     write_trials(out_dir / "test" / "trials" / "dev-clean-2.trials", trials)
     files.write_text(out_dir / "NOTE", "Mini LibriSpeech: train-clean-5 / dev-clean-2 speakers.\n")

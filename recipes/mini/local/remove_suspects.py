@@ -12,10 +12,9 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from prepare_data import write_table
 from scipy.stats import mannwhitneyu
 
-from wespeaker_qmargin.files import read_table, write_text
+from wespeaker_qmargin.files import read_table, write_table, write_text
 
 EXAMPLE = """example:
   python recipes/mini/local/remove_suspects.py exp/run/audit.tsv data/train data/cleaned \\

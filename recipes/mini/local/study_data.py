@@ -11,10 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import soundfile
-from prepare_data import write_table
 from scipy.signal import fftconvolve
 
-from wespeaker_qmargin.files import read_table, write_text
+from wespeaker_qmargin.files import read_table, write_table, write_text
 
 EXAMPLE = """example:
   python recipes/mini/local/study_data.py recipes/mini/exp/minivox_xvec/data study/data

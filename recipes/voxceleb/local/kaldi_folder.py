@@ -19,14 +19,14 @@ def write_folder(folder: Path, audio: dict[str, str], seconds: dict[str, float] 
         audio: key -> path, sorted by key; a key begins with its speaker.
         seconds: key -> length.
     """
-    _write_table(folder / "wav.scp", audio)
+    files.write_table(folder / "wav.scp", audio)
     if seconds is None:
         return
     speakers = {key: key.partition("/")[0] for key in audio}
     by_speaker = {speaker: " ".join(keys) for speaker, keys in groupby(speakers, speakers.get)}
-    _write_table(folder / "utt2spk", speakers)
-    _write_table(folder / "spk2utt", by_speaker)
-    _write_table(folder / "utt2dur", {key: f"{seconds[key]:.4f}" for key in audio})
+    files.write_table(folder / "utt2spk", speakers)
+    files.write_table(folder / "spk2utt", by_speaker)
+    files.write_table(folder / "utt2dur", {key: f"{seconds[key]:.4f}" for key in audio})
 
 
 def join(folders, out: Path) -> int:
@@ -38,10 +38,6 @@ def join(folders, out: Path) -> int:
     audio = dict(sorted(audio.items()))
     write_folder(out, audio, {key: float(text) for key, text in seconds.items()})
     return len(audio)
-
-
-def _write_table(path: Path, table: dict[str, str]) -> None:
-    files.write_text(path, "".join(f"{key} {value}\n" for key, value in table.items()))
 
 
 def main() -> None:
