@@ -95,6 +95,14 @@ def test_p_is_uniform_where_nothing_differs(trials, write):
     assert sum(p < 0.05 for p in found) <= 4
 
 
+def test_inverted_scores_are_told(trials, write, caplog):
+    write, utt2spk = write
+    paths = [write("right", gaussian(trials, 2, 0)), write("inverted", -gaussian(trials, 2, 0))]
+    compare({"A": paths[:1], "B": paths[1:]}, utt2spk, replicates=0)
+    (line,) = caplog.messages
+    assert line.startswith(f"{paths[1]}: EER 8") and "the scores look inverted" in line
+
+
 def test_seeds(trials, write):
     write, utt2spk = write
     seeds = {

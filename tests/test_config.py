@@ -118,6 +118,12 @@ def test_gpus_as_stock_yamls_hold_them(tiny, gpus, expected):
     assert load_config(tiny, ["--gpus", gpus]).gpus == expected
 
 
+@pytest.mark.parametrize("gpus", ["'[0f: ['", "'0, -1'", "[true]", "0.5"])
+def test_gpus_that_are_no_numbers(tiny, gpus):
+    with pytest.raises(ValueError, match="gpus: expected GPU numbers"):
+        load_config(tiny, ["--gpus", gpus])
+
+
 def test_missing_keys(tmp_path, tiny):
     tiny.write_text(tiny.read_text().replace("model: XVEC\n", ""))
     with pytest.raises(ValueError, match="model: missing"):

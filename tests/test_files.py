@@ -3,7 +3,13 @@
 import numpy as np
 import pytest
 
-from wespeaker_qmargin.files import read_cohort_columns, read_scores, read_trials, write_scores
+from wespeaker_qmargin.files import (
+    read_cohort_columns,
+    read_scores,
+    read_table,
+    read_trials,
+    write_scores,
+)
 
 PAIRS = [("a", "b", True), ("a", "c", False), ("ü", "b", True)]
 
@@ -74,6 +80,14 @@ def test_other_lines_are_named(tmp_path, text, words):
     (tmp_path / "trials").write_text(text)
     with pytest.raises(ValueError, match=words):
         read_trials(tmp_path / "trials")
+
+
+def test_a_value_keeps_its_tabs_and_blanks(tmp_path):
+    (tmp_path / "wav.scp").write_text("u1\ta b\tc.wav\nu2 \t d  e.wav \n")
+    assert read_table(tmp_path / "wav.scp") == {"u1": "a b\tc.wav", "u2": "d  e.wav"}
+    (tmp_path / "wav.scp").write_text("u1\t \n")
+    with pytest.raises(ValueError, match="wav.scp:1: expected 'key value', found 'u1'"):
+        read_table(tmp_path / "wav.scp")
 
 
 def test_what_is_no_text_file(tmp_path):

@@ -3,6 +3,7 @@
 QMARGIN_KILLS: how often each command is killed (8); tools/soak.sh takes 200.
 """
 
+import ctypes
 import itertools
 import json
 import os
@@ -78,6 +79,52 @@ def test_a_place_that_cannot_be_written(command, tiny, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1 and str(place) in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
+
+
+def as_any_user() -> None:
+    """Give up root's right to write and read where the mode forbids it, for good."""
+    for right in (1, 2):  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH; PR_CAPBSET_DROP is 24
+        ctypes.CDLL(None).prctl(24, right, 0, 0, 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="drops a Linux capability")
+def test_a_read_only_exp_dir(tiny, corpus, tmp_path):
+    """What must write there says so in one line; what only reads there works."""
+    exp, out = tmp_path / "exp", tmp_path / "out"
+    training.train(load_config(tiny, ["--num_epochs", "1"]))
+    out.mkdir()
+    trials = out / "trials"
+    trials.write_text("s0-0 s0-1 target\ns0-0 s1-0 nontarget\n")
+    before = {path: path.read_bytes() for path in exp.rglob("*") if path.is_file()}
+
+    def run(*words):
+        command = [sys.executable, "-m", "wespeaker_qmargin.cli", *map(str, words)]
+        return subprocess.run(command, preexec_fn=as_any_user, capture_output=True, text=True)
+
+    folders = [exp, *(path for path in exp.rglob("*") if path.is_dir())]
+    try:
+        for path in (*before, *folders):
+            path.chmod(0o555)
+        extract = ("extract", "--exp_dir", exp, "--data", corpus, "--model", 1)
+        embeddings = out / "embeddings/xvector.scp"
+        assert run(*extract, "--out", out / "embeddings").returncode == 0
+        score = ("score", "--embeddings", embeddings, "--trials", trials)
+        assert run(*score, "--out", out / "scores").returncode == 0
+        refused = [
+            run("train", "--config", tiny, "--exp_dir", exp, "--resume"),
+            run(*extract, "--out", exp / "embeddings"),
+            run(*score, "--out", exp / "scores"),
+            run("average", "--exp_dir", exp, "--num", 1),
+            run("metrics", out / "scores/trials.score", "--out", exp / "x.json"),
+        ]
+    finally:
+        for path in (*folders, *before):
+            path.chmod(0o755)
+    for done in refused:
+        last = done.stderr.splitlines()[-1]
+        assert done.returncode == 1 and str(exp) in last and "ermission denied" in last, last
+        assert "Traceback" not in done.stderr
+    assert before == {path: path.read_bytes() for path in exp.rglob("*") if path.is_file()}
 
 
 def test_a_clock_that_jumps_changes_nothing(tiny, tmp_path, monkeypatch):

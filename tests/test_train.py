@@ -235,6 +235,22 @@ def test_second_run_in_a_used_exp_dir_is_refused(tiny):
     assert (Path(config.exp_dir) / "metrics.jsonl").read_text() == before, "nothing was left to do"
 
 
+def test_a_state_without_keys_that_are_new_since_goes_on(tiny):
+    """A newer version resumes an older one's run where a new key stands at its default."""
+    config = load_config(tiny, ["--num_epochs", "1"])
+    train(config)
+    path = Path(config.exp_dir) / "state" / "state.pt"
+    state = torch.load(path, weights_only=True)
+    del state["config"]["accum_steps"], state["config"]["dataset_args"]["cmvn"]
+    torch.save(state, path)
+    train(config, resume_run=True)
+    with pytest.raises(ValueError, match="dataset_args.cmvn: True -> False"):
+        train(
+            load_config(tiny, ["--num_epochs", "1", "--dataset_args.cmvn", "false"]),
+            resume_run=True,
+        )
+
+
 def test_a_run_goes_on_with_its_own_speakers_only(tiny, corpus):
     words = ["--num_epochs", "1", "--valid_speakers", "0"]
     train(load_config(tiny, words))
@@ -316,6 +332,19 @@ def test_bad_files_are_told_once_and_stop_the_run_when_many(tiny, corpus, tmp_pa
             told = [r.getMessage() for r in caplog.records if "not used" in r.getMessage()]
             assert len(told) == len(set(told)) == 6
             assert all(str(broken) in line for line in told)
+
+
+def test_bad_files_of_held_out_speakers_are_told_once(tiny, corpus, tmp_path, caplog):
+    folder = tmp_path / "bad"
+    folder.mkdir()
+    lines = (corpus / "wav.scp").read_text().splitlines()
+    bad = [f"{x.split()[0]} {tmp_path}/none" if x.split()[0].endswith("-0") else x for x in lines]
+    (folder / "wav.scp").write_text("\n".join(bad) + "\n")
+    (folder / "utt2spk").write_text((corpus / "utt2spk").read_text())
+    words = ["--train_data", str(folder), "--num_epochs", "2", "--valid_speakers", "2"]
+    train(load_config(tiny, [*words, "--dataset_args.max_bad_share", "0.5"]))
+    told = [x for x in caplog.messages if x.startswith("held out, not used: ")]
+    assert len(told) == len(set(told)) == 2 and f"{tmp_path}/none: " in told[0]
 
 
 def test_list_whose_files_all_fail_ends_at_once(tiny, tmp_path):

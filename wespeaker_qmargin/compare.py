@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from wespeaker_qmargin.files import Scores, read_scores, read_table, write_text
-from wespeaker_qmargin.roc import MIN_SPEAKERS, Roc, interval, replicate, roc
+from wespeaker_qmargin.roc import MIN_SPEAKERS, Roc, interval, replicate, roc, warn_if_inverted
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +79,7 @@ def _statistics(curve: Roc) -> list[float]:
 def _measure(scores: Scores, path, speaker_of: dict, options: dict) -> np.ndarray:
     """Return the quantities (1 + replicates, 3): of all trials, then of each replicate."""
     values = [_statistics(roc(scores.scores, scores.is_target))]
+    warn_if_inverted(values[0][0], f"{path}: ")
     if options["replicates"]:
         missing = sorted({*scores.enroll, *scores.test} - speaker_of.keys())
         if missing:

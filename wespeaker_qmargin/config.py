@@ -285,7 +285,9 @@ def _typed(key: str, value, hint):
 def _gpu_list(key: str, value) -> list[int]:
     """Stock YAMLs hold ``gpus: "[0,1]"``, a text."""
     if isinstance(value, str):
-        value = yaml.safe_load(value if value.startswith("[") else f"[{value}]")
+        words = value.strip().removeprefix("[").removesuffix("]").split(",")
+        numbers = [word.strip() for word in words if word.strip()]
+        value = [int(x) for x in numbers] if all(map(str.isdecimal, numbers)) else value
     if isinstance(value, int) and not isinstance(value, bool):
         value = [value]
     if not isinstance(value, list) or not all(type(v) is int and v >= 0 for v in value):

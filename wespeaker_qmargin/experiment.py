@@ -17,7 +17,7 @@ from accelerate.utils import gather_object
 
 from wespeaker_qmargin import resume
 from wespeaker_qmargin.augment import AudioSource, Augmenter
-from wespeaker_qmargin.config import Config, save_config, to_dict
+from wespeaker_qmargin.config import Config, make_config, save_config, to_dict
 from wespeaker_qmargin.data import TrainSet, train_loader
 from wespeaker_qmargin.files import write_text
 from wespeaker_qmargin.head import QMarginProduct
@@ -36,7 +36,7 @@ from wespeaker_qmargin.order import EpochBatches
 from wespeaker_qmargin.parallel import ClassParallelQMargin, keep_from_ddp, total_norm
 from wespeaker_qmargin.provenance import provenance
 from wespeaker_qmargin.schedule import Schedules, build_optimizer
-from wespeaker_qmargin.validate import training_utterances
+from wespeaker_qmargin.validate import HeldOut, training_utterances
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +155,8 @@ class Experiment:
 
     def _open_data(self) -> None:
         config, args = self.config, self.config.dataset_args
-        training, self.valid = training_utterances(config)
+        training, held_out = training_utterances(config)
+        self.held_out = HeldOut(held_out)
         self.labels = speaker_labels(training)
         # a large-margin stage keeps the rows of the speed copies, so that its checkpoint fits
         copies = 3 if args.speed_perturb and args.speed_perturb_labels == "new" else 1
@@ -203,7 +204,7 @@ class Experiment:
             "%d epochs of %d steps of %d utterances; learning rate x %g; %s",
             len(self.train_set),
             len(self.labels),
-            len(self.valid),
+            len(self.held_out.utterances),
             self.config.model,
             (sizes[0] - sizes[1]) / 1e6,
             sizes[1] / 1e6,
@@ -297,8 +298,10 @@ class Experiment:
         resume.save_state(self.exp_dir, state)
 
     def _restore(self, state: dict) -> None:
+        # a state of an older version: keys that it did not know stand at their defaults
+        saved = to_dict(make_config(state["config"], check_paths=False))
         resume.check_same_run(
-            state,
+            state | {"config": saved},
             config=to_dict(self.config),
             step_batch=self.step_batch,
             speakers=list(self.labels),

@@ -6,6 +6,7 @@ complete new one, never half of one.
 
 import logging
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -100,11 +101,10 @@ def read_table(path) -> dict[str, str]:
     """
     table: dict[str, str] = {}
     for number, line in read_lines(path):
-        key, _, value = line.replace("\t", " ").partition(" ")
-        value = value.strip()
+        key, *value = re.split(r"[ \t]+", line, maxsplit=1)
         if not value:
             raise ValueError(f"{path}:{number}: expected 'key value', found {line!r}")
-        if table.setdefault(key, value) != value:
+        if table.setdefault(key, value[0]) != value[0]:
             raise ValueError(f"{path}:{number}: key {key!r} comes twice with different values")
     return table
 

@@ -30,6 +30,7 @@ _FREE_KEYS = {
     "checkpoint",
     "model_init",
     "accum_steps",
+    "allow_pipes",
     "dataloader_args.batch_size",
     "dataloader_args.num_workers",
     "dataloader_args.pin_memory",

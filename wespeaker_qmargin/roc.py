@@ -101,9 +101,16 @@ def eer(scores, is_target) -> float:
     warning is logged.  Raises as ``roc``.
     """
     value = roc(scores, is_target).eer()
-    if value > 0.5:
-        logger.warning("EER %.2f %%: the scores look inverted (targets below others)", 100 * value)
+    warn_if_inverted(value)
     return value
+
+
+def warn_if_inverted(eer: float, where: str = "") -> None:
+    """Log a warning where an EER (a fraction) is above 0.5."""
+    if eer > 0.5:
+        logger.warning(
+            "%sEER %.2f %%: the scores look inverted (targets below others)", where, 100 * eer
+        )
 
 
 def min_dcf(scores, is_target, *, p_target=0.01, c_miss=1.0, c_fa=1.0) -> float:

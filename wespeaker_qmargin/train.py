@@ -14,7 +14,6 @@ from wespeaker_qmargin.data import Batch
 from wespeaker_qmargin.experiment import Experiment, make_accelerator
 from wespeaker_qmargin.guard import FileGuard, LossGuard, StarvationGuard
 from wespeaker_qmargin.train_log import Interval, TrainLog, log_file
-from wespeaker_qmargin.validate import validation_eer
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +157,7 @@ class _Training:
 
     def _end_epoch(self) -> None:
         at, config = self.at, self.config
-        valid_eer = validation_eer(at.net, at.valid, self.accelerator, config)
+        valid_eer = at.held_out.eer(at.net, self.accelerator, config)
         late = at.epoch > config.num_epochs - config.num_avg
         if late or at.epoch % config.save_epoch_interval == 0:
             at.save_model(f"models/model_{at.epoch}.pt")

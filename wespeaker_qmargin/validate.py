@@ -10,7 +10,7 @@ from accelerate.utils import gather_object
 from wespeaker_qmargin.audio import Utterance
 from wespeaker_qmargin.data import WholeSet
 from wespeaker_qmargin.lists import read_utterances
-from wespeaker_qmargin.metrics import eer
+from wespeaker_qmargin.roc import roc
 
 logger = logging.getLogger(__name__)
 
@@ -53,33 +53,40 @@ def training_utterances(config) -> tuple[list[Utterance], list[Utterance]]:
     return split_speakers(utterances, config.valid_speakers, config.seed)
 
 
-@torch.no_grad()
-def validation_eer(net, utterances: list[Utterance], accelerator, config) -> float | None:
-    """Return the EER over all pairs of ``utterances``, cosine after mean subtraction.
+class HeldOut:
+    """The held-out ``utterances`` of a run; one that cannot be used is told once."""
 
-    Every process embeds its share, whole utterances; all return the same number. None if there are
-    no utterances.
-    """
-    if not utterances:
-        return None
-    rank, world = accelerator.process_index, accelerator.num_processes
-    mine = utterances[rank::world]
-    net.eval()
-    embedded = []
-    with accelerator.autocast():
-        for utterance, (_, wav, problem) in zip(
-            mine, WholeSet(mine, config.dataset_args.resample_rate, min_samples=net.min_samples)
-        ):
-            if problem is not None:
-                logger.warning("held out, not used: %s", problem)
-            else:
-                vector = net.embed(wav[None].to(accelerator.device))[0]
-                embedded.append((utterance.spk, vector.float().cpu().numpy()))
-    net.train()
-    embedded = gather_object(embedded)
-    if not embedded:
-        raise ValueError(f"valid_speakers: none of {len(utterances)} utterances can be used")
-    return _all_pairs_eer(embedded)
+    def __init__(self, utterances: list[Utterance]):
+        self.utterances = utterances
+        self._told: set[str] = set()
+
+    @torch.no_grad()
+    def eer(self, net, accelerator, config) -> float | None:
+        """Return the EER over all pairs of the utterances, cosine after mean subtraction.
+
+        Every process embeds its share, whole utterances; all return the same number. None if there
+        are no utterances.
+        """
+        if not self.utterances:
+            return None
+        mine = self.utterances[accelerator.process_index :: accelerator.num_processes]
+        whole = WholeSet(mine, config.dataset_args.resample_rate, min_samples=net.min_samples)
+        net.eval()
+        embedded = []
+        with accelerator.autocast():
+            for utterance, (_, wav, problem) in zip(mine, whole):
+                if problem is None:
+                    vector = net.embed(wav[None].to(accelerator.device))[0]
+                    embedded.append((utterance.spk, vector.float().cpu().numpy()))
+                elif problem not in self._told:
+                    self._told.add(problem)
+                    logger.warning("held out, not used: %s", problem)
+        net.train()
+        embedded = gather_object(embedded)
+        if not embedded:
+            total = len(self.utterances)
+            raise ValueError(f"valid_speakers: none of {total} utterances can be used")
+        return _all_pairs_eer(embedded)
 
 
 def _all_pairs_eer(embedded: list[tuple[str, np.ndarray]]) -> float:
@@ -88,4 +95,5 @@ def _all_pairs_eer(embedded: list[tuple[str, np.ndarray]]) -> float:
     vectors -= vectors.mean(axis=0)
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     first, second = np.triu_indices(len(speakers), k=1)
-    return eer((vectors @ vectors.T)[first, second], speakers[first] == speakers[second])
+    same = speakers[first] == speakers[second]
+    return roc((vectors @ vectors.T)[first, second], same).eer()
