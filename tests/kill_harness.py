@@ -18,11 +18,11 @@ from pathlib import Path
 
 import torch
 
+from wespeaker_qmargin.checkpoints import average_epochs, read_checkpoint
 from wespeaker_qmargin.cli import main as command
 from wespeaker_qmargin.config import load_config
 from wespeaker_qmargin.embeddings import read_embeddings
 from wespeaker_qmargin.files import read_scores
-from wespeaker_qmargin.model import average_epochs, read_checkpoint
 
 
 def fork(words: list, log: Path) -> int:

@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from wespeaker_qmargin import audit as stage
 from wespeaker_qmargin.audio import load_audio
 from wespeaker_qmargin.audit import Suspect, audit
+from wespeaker_qmargin.checkpoints import read_checkpoint
 from wespeaker_qmargin.cli import main
 from wespeaker_qmargin.config import load_config, save_config
 from wespeaker_qmargin.lists import read_utterances
-from wespeaker_qmargin.model import SpeakerNet, load_checkpoint, read_checkpoint, save_checkpoint
+from wespeaker_qmargin.model import SpeakerNet, load_checkpoint, save_checkpoint
 
 ALL = ["--valid_speakers", "0"]
 HEADS = {

@@ -18,10 +18,11 @@ from test_data import CROP, ramp, settings, train_set, write_utterances
 from wespeaker_qmargin import cli
 from wespeaker_qmargin.audio import Utterance
 from wespeaker_qmargin.augment import AudioSource, Augmenter
+from wespeaker_qmargin.checkpoints import read_checkpoint
 from wespeaker_qmargin.config import load_config, save_config
 from wespeaker_qmargin.data import Batch, TrainSet, WholeSet, collate, train_loader
 from wespeaker_qmargin.lists import read_utterances, speaker_labels
-from wespeaker_qmargin.model import SpeakerNet, read_checkpoint, save_checkpoint
+from wespeaker_qmargin.model import SpeakerNet, save_checkpoint
 from wespeaker_qmargin.order import EpochBatches
 from wespeaker_qmargin.sources import TarMember
 from wespeaker_qmargin.train import train

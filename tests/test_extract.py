@@ -76,7 +76,7 @@ def test_utterance_below_one_frame(exp, tmp_path):
 
 
 def test_nan_embedding_is_named(exp, corpus, tmp_path):
-    from wespeaker_qmargin.model import read_checkpoint
+    from wespeaker_qmargin.checkpoints import read_checkpoint
 
     state = read_checkpoint(exp / "models" / "avg_model.pt")
     state["seg_2.bias"][:] = float("nan")

@@ -11,10 +11,10 @@ import torch
 import yaml
 
 from wespeaker_qmargin import finetune as stage
+from wespeaker_qmargin.checkpoints import average_epochs, read_checkpoint
 from wespeaker_qmargin.cli import main
 from wespeaker_qmargin.config import load_config
 from wespeaker_qmargin.finetune import finetune, finetune_config, head_args
-from wespeaker_qmargin.model import average_epochs, read_checkpoint
 from wespeaker_qmargin.train import train
 from wespeaker_qmargin.transfer import find_source
 

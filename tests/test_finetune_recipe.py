@@ -12,9 +12,9 @@ import torch
 from conftest import ROOT
 from test_recipe import bash, folder  # noqa: F401
 
+from wespeaker_qmargin.checkpoints import read_checkpoint
 from wespeaker_qmargin.config import load_config, read_config
 from wespeaker_qmargin.files import read_table
-from wespeaker_qmargin.model import read_checkpoint
 
 RECIPE = ROOT / "recipes" / "finetune" / "run.sh"
 BASE = (

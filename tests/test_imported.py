@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from wespeaker_qmargin import adapter
+from wespeaker_qmargin.checkpoints import read_checkpoint
 from wespeaker_qmargin.config import load_config
-from wespeaker_qmargin.model import SpeakerNet, read_checkpoint
+from wespeaker_qmargin.model import SpeakerNet
 from wespeaker_qmargin.schedule import Schedules, build_optimizer
 from wespeaker_qmargin.train import train
 

@@ -17,10 +17,10 @@ import yaml
 from torch import nn
 
 from wespeaker_qmargin import adapter
+from wespeaker_qmargin.checkpoints import average_epochs, read_checkpoint
 from wespeaker_qmargin.config import load_config
 from wespeaker_qmargin.experiment import Experiment, make_accelerator
 from wespeaker_qmargin.extract import extract_experiment
-from wespeaker_qmargin.model import average_epochs, read_checkpoint
 from wespeaker_qmargin.train import train
 from wespeaker_qmargin.upstream import wespeaker_module
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from wespeaker_qmargin import train as training
+from wespeaker_qmargin.checkpoints import read_checkpoint
 from wespeaker_qmargin.config import load_config
-from wespeaker_qmargin.model import read_checkpoint
 
 KILLS = int(os.environ.get("QMARGIN_KILLS", 8))
 HARNESS = Path(__file__).with_name("kill_harness.py")

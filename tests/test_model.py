@@ -10,16 +10,9 @@ import pytest
 import torch
 
 from wespeaker_qmargin import adapter
+from wespeaker_qmargin.checkpoints import average_epochs, find_checkpoint, read_checkpoint
 from wespeaker_qmargin.config import load_config
-from wespeaker_qmargin.model import (
-    SpeakerNet,
-    average_epochs,
-    find_checkpoint,
-    full_state,
-    load_checkpoint,
-    read_checkpoint,
-    save_checkpoint,
-)
+from wespeaker_qmargin.model import SpeakerNet, full_state, load_checkpoint, save_checkpoint
 
 
 @pytest.fixture

@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from wespeaker_qmargin import adapter
 from wespeaker_qmargin import probe as stage
 from wespeaker_qmargin.audio import load_audio
+from wespeaker_qmargin.checkpoints import read_checkpoint
 from wespeaker_qmargin.cli import main
 from wespeaker_qmargin.config import load_config, save_config
 from wespeaker_qmargin.data import TrainSet
 from wespeaker_qmargin.finetune import finetune_config
 from wespeaker_qmargin.lists import read_utterances, speaker_labels
-from wespeaker_qmargin.model import SpeakerNet, load_checkpoint, read_checkpoint, save_checkpoint
+from wespeaker_qmargin.model import SpeakerNet, load_checkpoint, save_checkpoint
 from wespeaker_qmargin.plan import Setting
 from wespeaker_qmargin.probe import probe
 from wespeaker_qmargin.probe_grid import grid

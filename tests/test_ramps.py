@@ -8,10 +8,10 @@ import pytest
 import torch
 import yaml
 
+from wespeaker_qmargin.checkpoints import read_checkpoint
 from wespeaker_qmargin.config import load_config
 from wespeaker_qmargin.guard import StarvationGuard
 from wespeaker_qmargin.head import QMarginProduct, auto_scale
-from wespeaker_qmargin.model import read_checkpoint
 from wespeaker_qmargin.ramps import HeadRamps, Ramp, alpha_ramp
 from wespeaker_qmargin.train import train
 from wespeaker_qmargin.upstream import wespeaker_module

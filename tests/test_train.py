@@ -17,8 +17,9 @@ import soundfile
 import torch
 
 from wespeaker_qmargin import adapter
+from wespeaker_qmargin.checkpoints import average_epochs, read_checkpoint
 from wespeaker_qmargin.config import load_config
-from wespeaker_qmargin.model import SpeakerNet, average_epochs, read_checkpoint
+from wespeaker_qmargin.model import SpeakerNet
 from wespeaker_qmargin.schedule import Schedules, build_optimizer, parameter_groups
 from wespeaker_qmargin.train import train
 

@@ -11,15 +11,10 @@ from accelerate import PartialState
 
 from wespeaker_qmargin.audio import load_audio
 from wespeaker_qmargin.augment import change_speed
+from wespeaker_qmargin.checkpoints import read_checkpoint
 from wespeaker_qmargin.config import load_config, save_config
 from wespeaker_qmargin.lists import read_utterances
-from wespeaker_qmargin.model import (
-    SpeakerNet,
-    from_wespeaker,
-    load_checkpoint,
-    read_checkpoint,
-    save_checkpoint,
-)
+from wespeaker_qmargin.model import SpeakerNet, from_wespeaker, load_checkpoint, save_checkpoint
 from wespeaker_qmargin.transfer import find_source, match_tensors, transfer
 
 ALL = ["--valid_speakers", "0"]

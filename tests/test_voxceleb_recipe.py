@@ -19,10 +19,11 @@ from fake_voxceleb import (
 from test_recipe import bash
 
 from wespeaker_qmargin import adapter
+from wespeaker_qmargin.checkpoints import read_checkpoint
 from wespeaker_qmargin.config import load_config, save_config
 from wespeaker_qmargin.extract import extract_experiment
 from wespeaker_qmargin.metrics import evaluate
-from wespeaker_qmargin.model import SpeakerNet, full_state, load_checkpoint, read_checkpoint
+from wespeaker_qmargin.model import SpeakerNet, full_state, load_checkpoint
 from wespeaker_qmargin.score import score_files
 from wespeaker_qmargin.upstream import wespeaker_module
 

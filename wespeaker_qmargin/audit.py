@@ -14,13 +14,14 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from wespeaker_qmargin.audio import Utterance
+from wespeaker_qmargin.checkpoints import numbered_checkpoints
 from wespeaker_qmargin.config import Config, load_config
 from wespeaker_qmargin.data import WholeSet
 from wespeaker_qmargin.experiment import make_accelerator
 from wespeaker_qmargin.files import read_lines, write_text
 from wespeaker_qmargin.head import QMarginProduct
 from wespeaker_qmargin.leads import nearest
-from wespeaker_qmargin.model import SpeakerNet, load_checkpoint, numbered_checkpoints
+from wespeaker_qmargin.model import SpeakerNet, load_checkpoint
 from wespeaker_qmargin.prototypes import row_names
 from wespeaker_qmargin.sources import describe
 from wespeaker_qmargin.validate import training_utterances

@@ -18,7 +18,7 @@ _COMMANDS = {
     "train": ("train", "train a backbone with a head, as a WeSpeaker YAML says"),
     "finetune": ("finetune", "train a checkpoint further, on other speakers: new prototypes first"),
     "swap": ("swap", "write a YAML beside yours whose head is Q-Margin; say what that changes"),
-    "average": ("model", "average the last checkpoints into avg_model.pt"),
+    "average": ("checkpoints", "average the last checkpoints into avg_model.pt"),
     "audit": ("audit", "list hard and mislabelled training utterances, to listen to"),
     "extract": ("extract", "write embeddings of whole utterances as xvector.ark/scp"),
     "score": ("score", "score trials by cosine, with AS-Norm or S-Norm"),

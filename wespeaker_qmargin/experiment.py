@@ -17,6 +17,7 @@ from accelerate.utils import gather_object
 
 from wespeaker_qmargin import resume
 from wespeaker_qmargin.augment import AudioSource, Augmenter
+from wespeaker_qmargin.checkpoints import checkpoint_epoch
 from wespeaker_qmargin.config import Config, make_config, save_config, to_dict
 from wespeaker_qmargin.data import TrainSet, train_loader
 from wespeaker_qmargin.files import write_text
@@ -25,7 +26,6 @@ from wespeaker_qmargin.lazy_sgd import LazySGD
 from wespeaker_qmargin.lists import speaker_labels
 from wespeaker_qmargin.model import (
     SpeakerNet,
-    checkpoint_epoch,
     filter_banks,
     from_wespeaker,
     full_state,

@@ -13,11 +13,12 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from wespeaker_qmargin.audio import Utterance
+from wespeaker_qmargin.checkpoints import find_checkpoint
 from wespeaker_qmargin.config import load_config
 from wespeaker_qmargin.data import WholeSet
 from wespeaker_qmargin.files import atomic_path, write_text
 from wespeaker_qmargin.lists import read_utterances
-from wespeaker_qmargin.model import SpeakerNet, find_checkpoint, load_checkpoint
+from wespeaker_qmargin.model import SpeakerNet, load_checkpoint
 
 logger = logging.getLogger(__name__)
 

@@ -14,10 +14,11 @@ from pathlib import Path
 
 from accelerate import PartialState
 
+from wespeaker_qmargin.checkpoints import average_epochs
 from wespeaker_qmargin.config import Config, make_config, overlay, read_config
 from wespeaker_qmargin.experiment import make_accelerator
 from wespeaker_qmargin.files import write_text
-from wespeaker_qmargin.model import SpeakerNet, average_epochs, to_wespeaker
+from wespeaker_qmargin.model import SpeakerNet, to_wespeaker
 from wespeaker_qmargin.tensors import write_tensors
 from wespeaker_qmargin.train import train
 from wespeaker_qmargin.transfer import PROTOTYPES, Report, Source, find_source, transfer
@@ -135,6 +136,7 @@ def finetune(
     *,
     prototypes: str = "means",
     per_class: int = 5,
+    merge_experts: bool = False,
     prototype_epochs: int = 2,
     prototype_lr: float | None = None,
     resume_run: bool = False,
@@ -142,7 +144,7 @@ def finetune(
     """Fine-tune the network of ``source`` as ``config`` says; return exp_dir and what was loaded.
 
     Args:
-        prototypes, per_class: of ``transfer.transfer``.
+        prototypes, per_class, merge_experts: of ``transfer.transfer``.
         prototype_epochs: of the first stage; 0 leaves it out.
         prototype_lr: its learning rate, constant; None: ten times ``scheduler_args.initial_lr``.
         resume_run: go on where ``exp_dir`` stands.
@@ -165,6 +167,7 @@ def finetune(
         raise ValueError(f"{exp_dir}: holds a run that is no fine-tuning; choose another exp_dir")
     else:
         options = {"prototypes": prototypes, "per_class": per_class}
+        options["merge_experts"] = merge_experts
         state, report = transfer(config, source, accelerator, **options)
         if accelerator.is_main_process:
             _save_start(exp_dir, state, report)
@@ -250,6 +253,11 @@ def add_arguments(parser) -> None:
     add("--like", choices=LIKE, help="train this head instead, the control")
     add("--prototypes", default="means", choices=PROTOTYPES, help="of new speakers [means]")
     add("--per_class", type=int, default=5, help="utterances that a mean is of [5]")
+    add(
+        "--merge_experts",
+        action="store_true",
+        help="take the mean of a mixture's experts, for a dense network or another mixture",
+    )
     add("--prototype_epochs", type=int, default=2, help="of the head alone, first; 0: none [2]")
     add("--prototype_lr", type=float, help="constant, in that stage [10 x initial_lr]")
     add("--resume", action="store_true", help="continue the fine-tuning in exp_dir")
@@ -279,6 +287,7 @@ def run(args) -> None:
         source,
         prototypes=args.prototypes,
         per_class=args.per_class,
+        merge_experts=args.merge_experts,
         prototype_epochs=args.prototype_epochs,
         prototype_lr=args.prototype_lr,
         resume_run=args.resume,

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from wespeaker_qmargin.checkpoints import average_epochs
 from wespeaker_qmargin.config import (
     Config,
     load_config,
@@ -28,7 +29,6 @@ from wespeaker_qmargin.extract import extract_experiment
 from wespeaker_qmargin.figures import heat_maps_svg
 from wespeaker_qmargin.files import write_text
 from wespeaker_qmargin.metrics import evaluate
-from wespeaker_qmargin.model import average_epochs
 from wespeaker_qmargin.score import score_files
 from wespeaker_qmargin.train import train
 

@@ -1,5 +1,5 @@
 """What stops a training run, or turns it: a loss that is not finite, too many files that cannot be
-used, too few samples that still have a gradient.
+used, too few samples that still have a gradient; and an expert that gets no tokens is told.
 """
 
 import logging
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from wespeaker_qmargin.functional import zero_loss_gap
+from wespeaker_qmargin.moe import collapsed, count_usage, summary, usage
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +102,26 @@ class StarvationGuard:
 
 def _gap(head) -> float:
     return zero_loss_gap(alpha=head.alpha, scale=head.scale, margin=head.margin)
+
+
+class ExpertGuard:
+    """Watches how evenly the experts of a network's mixtures are used; a collapse is told once."""
+
+    def __init__(self, net):
+        self._net, self._told = net, set()
+
+    def start(self) -> None:
+        """Begin an interval."""
+        count_usage(self._net)
+
+    def values(self) -> dict[str, float]:
+        """Return the interval's `moe.summary` for the log, of this process's tokens."""
+        found = usage(self._net)
+        for layer, fault in collapsed(found).items():
+            if layer not in self._told:
+                self._told.add(layer)
+                logger.warning("%s", fault)
+        return summary(found)
 
 
 class FileGuard:

@@ -5,23 +5,20 @@ A saved model is a plain state dict with the backbone's keys bare, the front-end
 """
 
 import functools
-import logging
-import re
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from wespeaker_qmargin import adapter
+from wespeaker_qmargin.checkpoints import read_checkpoint
 from wespeaker_qmargin.features import apply_cmvn, fbank, spec_aug
 from wespeaker_qmargin.frontend import SslFrontend, fit_model_args
 from wespeaker_qmargin.head import QMarginProduct
+from wespeaker_qmargin.moe import take_router_loss
 from wespeaker_qmargin.parallel import ClassParallelQMargin, full_weight
 from wespeaker_qmargin.sparse import Statistics
 from wespeaker_qmargin.tensors import write_tensors
-
-logger = logging.getLogger(__name__)
 
 
 class SpeakerNet(nn.Module):
@@ -104,7 +101,13 @@ class SpeakerNet(nn.Module):
         self, wavs: Tensor, labels: Tensor, seeds: Sequence[int]
     ) -> tuple[Tensor, Statistics]:
         """Return the mean loss of a training batch, and what became of each of its samples."""
+        take_router_loss(self)  # gradient checkpointing computed it again in the last backward pass
         embeddings = self.embed(wavs, seeds)
+        loss, statistics = self._head_loss(embeddings, labels)
+        router_loss = take_router_loss(self)
+        return loss if router_loss is None else loss + router_loss, statistics
+
+    def _head_loss(self, embeddings: Tensor, labels: Tensor) -> tuple[Tensor, Statistics]:
         if isinstance(self.projection, QMarginProduct):
             return self.projection.loss(embeddings, labels)
         output = self.projection(embeddings, labels)
@@ -175,33 +178,6 @@ def save_checkpoint(net: SpeakerNet, path, *, write: bool = True) -> None:
     write_tensors(path, state)
 
 
-def read_checkpoint(path) -> dict[str, Tensor]:
-    """Read a state dict: plain, or wrapped as ``{"state_dict"}`` / ``{"model"}``, or of DDP.
-
-    Nothing in the file is executed (``weights_only``).
-
-    Raises:
-        FileNotFoundError, ValueError: no such file; no checkpoint; half a file; foreign content.
-    """
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"{path}: no such checkpoint")
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises half a dozen kinds for damaged or foreign files
-        first = str(error).split("\n")[0]
-        raise ValueError(
-            f"{path}: not a checkpoint of plain tensors, or damaged: {first}"
-        ) from error
-    for wrapper in ("state_dict", "model"):
-        if isinstance(content, dict) and isinstance(content.get(wrapper), dict):
-            content = content[wrapper]
-    if not isinstance(content, dict) or not all(isinstance(v, Tensor) for v in content.values()):
-        raise ValueError(
-            f"{path}: expected a state dict of tensors, found {type(content).__name__}"
-        )
-    return {key.removeprefix("module."): value for key, value in content.items()}
-
-
 def load_checkpoint(net: SpeakerNet, path, *, head: bool = True) -> None:
     """Load a checkpoint into ``net``; every tensor must be there and fit.
 
@@ -236,85 +212,3 @@ def load_checkpoint(net: SpeakerNet, path, *, head: bool = True) -> None:
             "Use the config that it was trained with"
         )
     net.load_state_dict(state, strict=head)
-
-
-def checkpoint_epoch(path) -> int | None:
-    """Return the N of a file ``model_<N>.pt``, None for another name."""
-    match = re.fullmatch(r"model_(\d+)\.pt", Path(path).name)
-    return int(match[1]) if match else None
-
-
-def numbered_checkpoints(exp_dir) -> dict[int, Path]:
-    """Return epoch -> ``models/model_<epoch>.pt`` of an experiment, ascending."""
-    paths = (Path(exp_dir) / "models").glob("model_*.pt")
-    found = {checkpoint_epoch(path): path for path in paths}
-    found.pop(None, None)
-    return dict(sorted(found.items()))
-
-
-def find_checkpoint(exp_dir, which: str = "avg") -> Path:
-    """Return the file for ``which``: ``avg``, ``best``, an epoch number, or a path."""
-    exp_dir = Path(exp_dir)
-    places = {"avg": exp_dir / "models" / "avg_model.pt", "best": exp_dir / "best_model.pt"}
-    if which in places:
-        path = places[which]
-    elif which.isdigit():
-        path = exp_dir / "models" / f"model_{which}.pt"
-    else:
-        path = Path(which)
-    if not path.is_file():
-        epochs = ", ".join(map(str, numbered_checkpoints(exp_dir))) or "none"
-        raise FileNotFoundError(f"{path}: no such checkpoint; epochs saved in {exp_dir}: {epochs}")
-    return path
-
-
-def average(paths: Sequence) -> dict[str, Tensor]:
-    """Return the mean of checkpoints, tensor by tensor; integer tensors are the last one's.
-
-    Raises:
-        ValueError: no paths, or checkpoints of different models.
-    """
-    if not paths:
-        raise ValueError("no checkpoint to average")
-    total: dict[str, Tensor] = {}
-    for path in paths:
-        state = read_checkpoint(path)
-        if total and {k: v.shape for k, v in state.items()} != {
-            k: v.shape for k, v in total.items()
-        }:
-            raise ValueError(f"{path}: not the same model as {paths[0]}")
-        for key, value in state.items():
-            if value.is_floating_point():
-                total[key] = total.get(key, 0) + value.double()
-            else:
-                total[key] = value
-    last = read_checkpoint(paths[-1])
-    return {
-        key: (value / len(paths)).to(last[key].dtype) if value.is_floating_point() else value
-        for key, value in total.items()
-    }
-
-
-def average_epochs(exp_dir, num: int) -> Path:
-    """Write ``models/avg_model.pt``, the mean of the last ``num`` epochs saved; return its path."""
-    found = list(numbered_checkpoints(exp_dir).values())
-    if len(found) < num:
-        raise ValueError(
-            f"{exp_dir}/models: {num} checkpoints to average, found {len(found)}; ask for fewer "
-            "(num_avg), or train on"
-        )
-    path = Path(exp_dir) / "models" / "avg_model.pt"
-    state = average(found[-num:])
-    write_tensors(path, state)
-    logger.info("%s: mean of %s", path, ", ".join(p.name for p in found[-num:]))
-    return path
-
-
-def add_arguments(parser) -> None:
-    parser.epilog = "example:\n  wespeaker-qmargin average --exp_dir exp/resnet34 --num 10"
-    parser.add_argument("--exp_dir", required=True, help="experiment with models/model_<epoch>.pt")
-    parser.add_argument("--num", type=int, default=10, help="how many of the last epochs [10]")
-
-
-def run(args) -> None:
-    print(average_epochs(args.exp_dir, args.num))

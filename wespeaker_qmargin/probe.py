@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from wespeaker_qmargin.audio import Utterance
+from wespeaker_qmargin.checkpoints import checkpoint_epoch
 from wespeaker_qmargin.config import Config
 from wespeaker_qmargin.data import TrainSet, WholeSet, train_loader
 from wespeaker_qmargin.experiment import build_augmenter, make_accelerator
@@ -26,7 +27,7 @@ from wespeaker_qmargin.finetune import finetune_config, number_or_auto
 from wespeaker_qmargin.guard import FileGuard
 from wespeaker_qmargin.leads import GridStatistics
 from wespeaker_qmargin.lists import speaker_labels
-from wespeaker_qmargin.model import SpeakerNet, checkpoint_epoch, from_wespeaker
+from wespeaker_qmargin.model import SpeakerNet, from_wespeaker
 from wespeaker_qmargin.plan import Setting
 from wespeaker_qmargin.probe_grid import grid
 from wespeaker_qmargin.probe_report import Probe, draw, markdown, to_json

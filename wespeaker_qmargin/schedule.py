@@ -15,8 +15,9 @@ def parameter_groups(net: nn.Module, lr_ratio: dict[str, float]) -> list[dict]:
 
     Args:
         lr_ratio: part of the model, as a prefix of its checkpoint's keys (``projection``,
-            ``frontend.encoder``), to the factor on its learning rate; the longest prefix decides;
-            0 freezes the part.
+            ``frontend.encoder``) or, where no key begins so, as names within them (``router``,
+            ``experts``), to the factor on its learning rate; of several parts in a key the one
+            that ends furthest in it decides; 0 freezes the part.
 
     Raises:
         ValueError: a part that the model does not have, a factor that is not a number >= 0.
@@ -27,10 +28,12 @@ def parameter_groups(net: nn.Module, lr_ratio: dict[str, float]) -> list[dict]:
     parameters = to_wespeaker(dict(net.named_parameters()))
     groups: dict[str, list] = {}
     unused = set(lr_ratio)
+    inner = {p for p in lr_ratio if not any(_end(p, name) for name in parameters)}
     for name, parameter in parameters.items():
-        parts = [p for p in lr_ratio if name == p or name.startswith(f"{p}.")]
-        unused -= set(parts)
-        part = max(parts, key=len, default="")
+        ends = {p: _end(p, name, within=p in inner) for p in lr_ratio}
+        held = [p for p in lr_ratio if ends[p]]
+        unused -= set(held)
+        part = max(held, key=lambda p: (ends[p], len(p)), default="")
         if part and lr_ratio[part] == 0:
             parameter.requires_grad_(False)
         groups.setdefault(part, []).append(parameter)
@@ -47,6 +50,12 @@ def parameter_groups(net: nn.Module, lr_ratio: dict[str, float]) -> list[dict]:
         for part, params in trained.items()
         if params
     ]
+
+
+def _end(part: str, name: str, *, within: bool = False) -> int:
+    """Return where ``part`` ends in a key; 0 where the key does not hold it."""
+    place = f".{name}.".rfind(f".{part}.") if within else -1 + f".{name}.".startswith(f".{part}.")
+    return place + len(part) if place >= 0 else 0
 
 
 def build_optimizer(net: nn.Module, config) -> torch.optim.Optimizer:

@@ -12,7 +12,7 @@ from wespeaker_qmargin import resume
 from wespeaker_qmargin.config import Config, load_config
 from wespeaker_qmargin.data import Batch
 from wespeaker_qmargin.experiment import Experiment, make_accelerator
-from wespeaker_qmargin.guard import FileGuard, LossGuard, StarvationGuard
+from wespeaker_qmargin.guard import ExpertGuard, FileGuard, LossGuard, StarvationGuard
 from wespeaker_qmargin.train_log import Interval, TrainLog, log_file
 
 logger = logging.getLogger(__name__)
@@ -69,6 +69,7 @@ class _Training:
         self.at, self.log = experiment, log
         self.config, self.accelerator = experiment.config, experiment.accelerator
         self.losses = LossGuard()
+        self.experts = ExpertGuard(experiment.net)
         share = self.config.dataset_args.max_bad_share
         self.files = FileGuard(len(experiment.train_set), share)
         self.starvation = None
@@ -84,7 +85,7 @@ class _Training:
     def _run_epoch(self) -> None:
         at, config, batches = self.at, self.config, self.at.batches()
         at.model.train()
-        interval, unsaved = Interval(self.accelerator), 0
+        interval, unsaved = self._new_interval(), 0
         while at.step < at.epoch_iter:
             self._run_step(batches, interval)
             at.step, unsaved = at.step + 1, unsaved + 1
@@ -93,11 +94,15 @@ class _Training:
             last = at.step == at.epoch_iter
             if last or at.step % config.log_batch_interval == 0:
                 self._log(interval)
-                interval = Interval(self.accelerator)
+                interval = self._new_interval()
                 # only where a log line ends: the state needs no half-filled interval
                 if not last and 0 < config.save_state_interval <= unsaved:
                     self._save_state()
                     unsaved = 0
+
+    def _new_interval(self) -> Interval:
+        self.experts.start()
+        return Interval(self.accelerator)
 
     def _run_step(self, batches, interval: Interval) -> None:
         at, accum_steps = self.at, self.config.accum_steps
@@ -146,7 +151,7 @@ class _Training:
         if self.at.schedules.ramps is not None:
             values |= {"alpha": head.alpha, "scale": head.scale}
         if self.log is not None:
-            self.log.record(values)
+            self.log.record(values | self.experts.values())
             self.log.train_line(values)
         if self.starvation and self.starvation.starves(values["active"], head, self.at.epoch):
             self._save_state()

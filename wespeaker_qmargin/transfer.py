@@ -17,16 +17,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from wespeaker_qmargin.checkpoints import find_checkpoint, read_checkpoint
 from wespeaker_qmargin.config import Config, read_config
 from wespeaker_qmargin.files import read_lines
-from wespeaker_qmargin.model import (
-    SpeakerNet,
-    find_checkpoint,
-    from_wespeaker,
-    full_state,
-    read_checkpoint,
-    to_wespeaker,
-)
+from wespeaker_qmargin.model import SpeakerNet, from_wespeaker, full_state, to_wespeaker
+from wespeaker_qmargin.moe import moe_layers
 from wespeaker_qmargin.prototypes import (
     ROW_HEADS,
     Row,
@@ -35,6 +30,7 @@ from wespeaker_qmargin.prototypes import (
     num_speeds,
     row_names,
 )
+from wespeaker_qmargin.upcycle import draw_anew, fit_experts
 from wespeaker_qmargin.validate import training_utterances
 
 logger = logging.getLogger(__name__)
@@ -159,14 +155,22 @@ def match_tensors(found: dict[str, Tensor], wanted: dict[str, Tensor], where) ->
 
 
 def transfer(
-    config: Config, source: Source, accelerator, *, prototypes: str = "means", per_class: int = 5
+    config: Config,
+    source: Source,
+    accelerator,
+    *,
+    prototypes: str = "means",
+    per_class: int = 5,
+    merge_experts: bool = False,
 ) -> tuple[dict[str, Tensor], Report]:
     """Return the state dict, under WeSpeaker's names, that a run of ``config`` is to start from.
 
-    The backbone (with its front-end) is the checkpoint's. A row of the head is the checkpoint's row
-    of the same speaker at the same speed, where it has one. The others are, with ``means``, the
-    normalised mean of the unit embeddings of ``per_class`` whole utterances of the speaker, at
-    the length that the other rows have; with ``random``, what ``config.seed`` draws.
+    The backbone (with its front-end) is the checkpoint's; dense feed-forward modules go to all
+    experts of a mixture, and with ``merge_experts`` the mean of a mixture's experts does. A row of
+    the head is the checkpoint's row of the same speaker at the same speed, where it has one. The
+    others are, with ``means``, the normalised mean of the unit embeddings of ``per_class`` whole
+    utterances of the speaker, at the length that the other rows have; with ``random``, what
+    ``config.seed`` draws.
 
     Collective: every process of ``accelerator`` calls and embeds its share; of a class-parallel
     head only the main process gets the rows.
@@ -183,10 +187,13 @@ def transfer(
     names = row_names(training, config)
     torch.manual_seed(config.seed)
     net = SpeakerNet(config, len(names))
-    found = read_checkpoint(source.checkpoint)
+    layers = to_wespeaker(moe_layers(net))
+    found, upcycled = fit_experts(read_checkpoint(source.checkpoint), layers, merge=merge_experts)
     report = match_tensors(_body(found), _body(to_wespeaker(net.state_dict())), source.checkpoint)
     fitting = {name: found[name] for name in report.loaded}
     net.load_state_dict(from_wespeaker(fitting), strict=False)
+    for layer in upcycled:
+        draw_anew(layer)
     known, means = head_rows(found, source), {}
     taken = {name: known[name] for name in names if _fits(known.get(name), config)}
     missing = [name for name in names if name not in taken]

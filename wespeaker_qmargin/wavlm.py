@@ -6,6 +6,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from wespeaker_qmargin.frontend import SAMPLE_RATE, SslFrontend, checkpoint_layers, drop_layers
 from wespeaker_qmargin.ssl_weights import hears_normalised, load_s3prl, load_transformers
+from wespeaker_qmargin.upcycle import upcycle
 from wespeaker_qmargin.wavlm_original import load_original
 
 _S3PRL_SAMPLES = 800  # s3prl pads what is shorter
@@ -31,6 +32,7 @@ class WavLMFrontend(SslFrontend):
             below, so L stays; its gradient is 0. The first layer is never skipped.
         gradient_checkpointing: compute every layer again in the backward pass instead of keeping
             its activations.
+        moe: options of `upcycle.upcycle`: its feed-forward modules become mixtures of experts.
         normalize: give waves mean 0 and variance 1; None: as the checkpoint says.
         sample_rate: of the waves, 16000 Hz.
 
@@ -51,6 +53,7 @@ class WavLMFrontend(SslFrontend):
         grad_mult: float = 1.0,
         layer_drop: float = 0.0,
         gradient_checkpointing: bool = False,
+        moe: dict | None = None,
         normalize: bool | None = None,
         sample_rate: int = SAMPLE_RATE,
     ):
@@ -73,6 +76,8 @@ class WavLMFrontend(SslFrontend):
             isinstance(m, nn.GroupNorm) for m in wavlm.feature_extractor.modules()
         )
         self.min_samples = _S3PRL_SAMPLES if self._s3prl else self._receptive_field()
+        if moe:
+            upcycle(wavlm, **moe)
         if gradient_checkpointing:
             checkpoint_layers(wavlm)
         if layer_drop > 0:

@@ -14,15 +14,10 @@ from pathlib import Path
 import torch
 import yaml
 
+from wespeaker_qmargin.checkpoints import find_checkpoint, read_checkpoint
 from wespeaker_qmargin.config import Config, load_config, to_dict
 from wespeaker_qmargin.files import write_text
-from wespeaker_qmargin.model import (
-    SpeakerNet,
-    find_checkpoint,
-    full_state,
-    load_checkpoint,
-    read_checkpoint,
-)
+from wespeaker_qmargin.model import SpeakerNet, full_state, load_checkpoint
 from wespeaker_qmargin.tensors import write_tensors
 
 EXAMPLE = """example:
