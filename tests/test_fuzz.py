@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from wespeaker_qmargin.config import load_config, parse_overrides
 from wespeaker_qmargin.files import read_scores, read_table, read_trials
-from wespeaker_qmargin.grid import read_study
 from wespeaker_qmargin.lists import read_utterances
+from wespeaker_qmargin.study import read_study
 from wespeaker_qmargin.swap import swap
 
 CASES = int(os.environ.get("QMARGIN_FUZZ", 500))

@@ -9,7 +9,8 @@ import yaml
 
 from wespeaker_qmargin.cli import main
 from wespeaker_qmargin.figures import heat_maps_svg
-from wespeaker_qmargin.grid import collect, read_study, run_cell
+from wespeaker_qmargin.grid import collect, run_cell
+from wespeaker_qmargin.study import read_study
 
 
 @pytest.fixture
@@ -40,6 +41,31 @@ def write(folder, content):
     path = folder / "study.yaml"
     path.write_text(yaml.safe_dump(content, sort_keys=False))
     return path
+
+
+def test_cells_that_are_fine_tuned(study, tmp_path, capsys):
+    path, content = study
+    content |= {"grid": {}, "exp_dir": "starts"}
+    assert main(["grid", str(write(tmp_path, content))]) == 0
+    content |= {"exp_dir": "tuned", "finetune": {"from": "starts/cosface/seed_{seed}"}}
+    content["finetune"] |= {"prototype_epochs": 0, "prototypes": "random"}
+    content["cells"] = {
+        "a": {"num_epochs": 1, "num_avg": 1},
+        "b": {"finetune": {"prototype_epochs": 1}},
+    }
+    path = write(tmp_path, content)
+    assert main(["grid", str(path)]) == 0
+    for name, staged in (("a", False), ("b", True)):
+        folder = tmp_path / "tuned" / name / "seed_0"
+        report = json.loads((folder / "transfer.json").read_text())
+        assert report["checkpoint"] == str(tmp_path / "starts/cosface/seed_0/models/avg_model.pt")
+        assert report["rows_by_name"] == 10 and (folder / "prototypes").is_dir() == staged
+    before = (folder / "results.json").stat().st_mtime_ns
+    assert main(["grid", str(path)]) == 0
+    assert (folder / "results.json").stat().st_mtime_ns == before, "a finished cell is one"
+    content["finetune"] = {"prototype_epochs": 0}
+    assert main(["grid", str(write(tmp_path, content)), "--list"]) == 1
+    assert "cell a: finetune: expected from and of the others of from" in capsys.readouterr().err
 
 
 def test_every_cell_once(study, tmp_path, capsys):

@@ -81,6 +81,7 @@ LAYERS = [
     "extract",
     "figures",
     "plan",
+    "study",
     "grid",
     "leads",
     "verdict",

@@ -216,10 +216,10 @@ def test_without_an_expert():
         ({"balance_loss": "a"}, "moe.balance_loss: expected a number >= 0"),
         ({"jitter": 1}, r"moe.jitter: expected a number in \[0, 1\)"),
         ({"reinit": 1.5}, r"moe.reinit: expected a number in \[0, 1\)"),
-        ({"layers": "first2"}, "moe.layers: expected all, lastM"),
+        ({"layers": "first2"}, "layers: expected all, lastM"),
         ({"layers": [2]}, r"blocks in 0 ... 1, got \[2\]"),
-        ({"layers": "last3"}, "moe.layers"),
-        ({"layers": []}, "moe.layers"),
+        ({"layers": "last3"}, "layers: expected"),
+        ({"layers": []}, "layers: expected"),
     ],
 )
 def test_bad_options(options, message):
@@ -498,7 +498,7 @@ def test_a_collapse_is_told_once(config, tmp_path, caplog):
     [
         ("{expert: 3}", "wavlm_args.moe.expert: not an argument of upcycle"),
         ("{experts: 2, top_k: 3}", "moe.top_k: 3 of 2 experts"),
-        ("{layers: [7]}", r"moe.layers: .* got \[7\]"),
+        ("{layers: [7]}", r"layers: .* got \[7\]"),
     ],
 )
 def test_bad_options_in_a_yaml(config, moe_args, message):

@@ -15,7 +15,7 @@ from test_recipe import bash
 from wespeaker_qmargin.adapter import get_projection
 from wespeaker_qmargin.config import save_config
 from wespeaker_qmargin.files import read_table
-from wespeaker_qmargin.grid import read_study
+from wespeaker_qmargin.study import read_study
 
 LOCAL = ROOT / "recipes" / "mini" / "local"
 sys.path.insert(0, str(LOCAL))

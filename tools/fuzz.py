@@ -15,8 +15,8 @@ import atheris
 with atheris.instrument_imports(include=["wespeaker_qmargin", "yaml"]):
     from wespeaker_qmargin.config import load_config
     from wespeaker_qmargin.files import read_scores, read_table, read_trials
-    from wespeaker_qmargin.grid import read_study
     from wespeaker_qmargin.lists import read_utterances
+    from wespeaker_qmargin.study import read_study
     from wespeaker_qmargin.swap import swap
 
 EXAMPLE = """example:

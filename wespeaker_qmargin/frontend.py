@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
+from wespeaker_qmargin.upcycle import replace_feed_forwards, upcycle
+
 SAMPLE_RATE = 16000  # Hz, what every one of these encoders was trained on
 
 
@@ -43,6 +45,15 @@ class SslFrontend(nn.Module):
         if not 0 <= layer_drop < 1:
             raise ValueError(f"layer_drop: expected a number in [0, 1), got {layer_drop!r}")
         self.frozen, self.grad_mult = frozen, grad_mult
+
+    def _change_feed_forwards(self, net: nn.Module, moe: dict | None, other: dict | None) -> None:
+        """Put experts, or another module, in the place of a network's feed-forward modules."""
+        if moe and other:
+            raise ValueError("moe and feed_forward: both replace the same modules, choose one")
+        if moe:
+            upcycle(net, **moe)
+        if other:
+            replace_feed_forwards(net, **other)
 
     def output_size(self) -> int:
         """Return D, the size of every hidden state."""

@@ -2,9 +2,7 @@
 
 import argparse
 import csv
-import dataclasses
 import io
-import itertools
 import json
 import logging
 import os
@@ -13,24 +11,20 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
 from wespeaker_qmargin.checkpoints import average_epochs
 from wespeaker_qmargin.config import (
-    Config,
     load_config,
-    make_config,
-    overlay,
-    read_config,
-    read_yaml,
-    to_dict,
 )
 from wespeaker_qmargin.extract import extract_experiment
 from wespeaker_qmargin.figures import heat_maps_svg
 from wespeaker_qmargin.files import write_text
+from wespeaker_qmargin.finetune import finetune
 from wespeaker_qmargin.metrics import evaluate
 from wespeaker_qmargin.score import score_files
+from wespeaker_qmargin.study import Cell, Study, grid_cells, read_study
 from wespeaker_qmargin.train import train
+from wespeaker_qmargin.transfer import find_source
 
 logger = logging.getLogger(__name__)
 
@@ -39,106 +33,6 @@ COLUMNS = (
     *("cell", "seed", "head", "alpha", "scale", "margin", "trials", "eer", "min_dcf", "fnr"),
     *("active", "support", "loss"),
 )
-_TEST_KEYS = {"data", "trials", "data_type"}
-_KEYS = {"exp_dir", "config", "common", "test", "seeds", "cells", "grid"}
-
-
-class Cell(NamedTuple):
-    """One training: ``name`` with a seed, and what its configuration adds to the study's."""
-
-    name: str
-    seed: int
-    content: dict
-
-
-@dataclasses.dataclass(frozen=True)
-class Study:
-    """A study's YAML, read: ``cells`` in the order of their task numbers, from 1."""
-
-    exp_dir: Path
-    content: dict
-    test: dict
-    grid: dict
-    cells: list[Cell]
-
-    def folder(self, cell: Cell) -> Path:
-        """Return where a cell goes."""
-        return self.exp_dir / cell.name / f"seed_{cell.seed}"
-
-    def config(self, cell: Cell) -> Config:
-        """Return a cell's checked configuration."""
-        own = {"seed": cell.seed, "exp_dir": str(self.folder(cell))}
-        return make_config(overlay(overlay(self.content, cell.content), own))
-
-    def is_finished(self, cell: Cell) -> bool:
-        """Say whether a cell has its results.
-
-        Raises:
-            ValueError: it has, with another configuration than the study's YAML says now.
-        """
-        folder = self.folder(cell)
-        if not (folder / "results.json").is_file():
-            return False
-        before, now = to_dict(load_config(folder / "config.yaml")), to_dict(self.config(cell))
-        changed = sorted(key for key in now if before.get(key) != now[key])
-        if changed:
-            raise ValueError(
-                f"{folder}: is finished, with another {', '.join(changed)} than the study says "
-                "now; give the cell another name, or remove the folder"
-            )
-        return True
-
-
-def read_study(path) -> Study:
-    """Read a study.
-
-    Keys: ``exp_dir`` and ``config``, a YAML of the trainer, relative to the study's file;
-    ``common``, keys of it for all cells; ``test``: ``data`` (and ``data_type``, kaldi), ``trials``
-    (a list of files); ``seeds``; ``cells``, name -> keys of the configuration; ``grid``:
-    ``alphas``, ``scales``, ``margins``, every combination a cell with Q-Margin.
-
-    Raises:
-        FileNotFoundError, ValueError: no such file, an unknown or missing key, no cell.
-    """
-    path = Path(path).resolve()
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such study")
-    study = read_yaml(path)
-    if not study.keys() <= _KEYS:
-        unknown = sorted(map(str, study.keys() - _KEYS))
-        raise ValueError(f"{path}: expected the keys {', '.join(sorted(_KEYS))}; found {unknown}")
-    for key in ("exp_dir", "config", "test"):
-        if key not in study:
-            raise ValueError(f"{path}: {key} is missing")
-    test = study["test"]
-    if not {"data", "trials"} <= test.keys() <= _TEST_KEYS:
-        raise ValueError(f"{path}: test: expected {', '.join(sorted(_TEST_KEYS))}")
-    cells = {**(study.get("cells") or {}), **dict(_grid_cells(study.get("grid") or {}))}
-    seeds = study.get("seeds", [0])
-    if not cells or not seeds:
-        raise ValueError(f"{path}: no cell; write some under cells or grid, and seeds")
-    content = read_config(path.parent / study["config"])
-    return Study(
-        path.parent / study["exp_dir"],
-        overlay(content, study.get("common") or {}),
-        test,
-        study.get("grid") or {},
-        [Cell(name, seed, x or {}) for seed in seeds for name, x in cells.items()],
-    )
-
-
-def _grid_cells(grid: dict) -> Iterator[tuple[str, dict]]:
-    if grid and grid.keys() != {"alphas", "scales", "margins"}:
-        raise ValueError(f"grid: expected alphas, scales and margins, got {sorted(grid)}")
-    axes = (grid.get(key, []) for key in ("alphas", "scales", "margins"))
-    for alpha, scale, margin in itertools.product(*axes):
-        yield (
-            f"alpha{alpha:g}_scale{scale:g}_margin{margin:g}",
-            {
-                "projection_args": {"project_type": "q_margin", "alpha": alpha, "scale": scale},
-                "margin_update": {"final_margin": margin},
-            },
-        )
 
 
 def run_cell(study: Study, cell: Cell) -> None:
@@ -147,7 +41,11 @@ def run_cell(study: Study, cell: Cell) -> None:
     if study.is_finished(cell):
         logger.info("finished before: %s", folder)
         return
-    train(config, resume_run=True)
+    if cell.finetune:
+        options = {key: value for key, value in cell.finetune.items() if key != "from"}
+        finetune(config, find_source(cell.finetune["from"]), resume_run=True, **options)
+    else:
+        train(config, resume_run=True)
     average_epochs(folder, config.num_avg)
     embeddings = extract_experiment(
         folder,
@@ -213,7 +111,7 @@ def collect(study: Study) -> Path:
 
 
 def _draw(study: Study, rows: list[dict]) -> None:
-    names = set(dict(_grid_cells(study.grid)))
+    names = set(dict(grid_cells(study.grid)))
     for trials in sorted({row["trials"] for row in rows}):
         for quantity, label in (("eer", "EER"), ("fnr", "FNR at 0.1 % FPR")):
             cells: dict[tuple, list] = {}

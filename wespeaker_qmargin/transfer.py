@@ -189,6 +189,7 @@ def transfer(
     net = SpeakerNet(config, len(names))
     layers = to_wespeaker(moe_layers(net))
     found, upcycled = fit_experts(read_checkpoint(source.checkpoint), layers, merge=merge_experts)
+    found = _under_low_rank(found, to_wespeaker(net.state_dict()))
     report = match_tensors(_body(found), _body(to_wespeaker(net.state_dict())), source.checkpoint)
     fitting = {name: found[name] for name in report.loaded}
     net.load_state_dict(from_wespeaker(fitting), strict=False)
@@ -209,6 +210,14 @@ def transfer(
         "rows_dropped": len(found.get("projection.weight", ())) - len(taken),
     }
     return state, dataclasses.replace(report, **counts)
+
+
+def _under_low_rank(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a plain checkpoint's tensors under the names that peft's LoRA gives them."""
+    names = {
+        name.replace("base_model.model.", "").replace(".base_layer.", "."): name for name in wanted
+    }
+    return {name if name in wanted else names.get(name, name): x for name, x in found.items()}
 
 
 def _body(state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from wespeaker_qmargin.imported import imported_class
 from wespeaker_qmargin.moe import MoEFeedForward, check_options, moe_layers
 
 logger = logging.getLogger(__name__)
@@ -96,6 +97,35 @@ def upcycle(
     return [slot.name for slot in chosen]
 
 
+def replace_feed_forwards(
+    encoder: nn.Module, *, module: str, layers: str | Sequence[int] = "all", **options
+) -> list[str]:
+    """Put ``Class(feed_forward, dim, **options)`` in the place of feed-forward modules.
+
+    For adapters and the like. A class that takes over the children of the module it gets, under
+    their names, keeps the keys of a checkpoint.
+
+    Args:
+        module: ``package.module:Class``; to be trusted as a program is.
+        layers: of `upcycle`.
+
+    Returns:
+        The names of the modules that were replaced.
+
+    Raises:
+        ValueError: no such class, options that it does not take, unknown layers.
+    """
+    made = imported_class(module, "feed_forward.module")
+    chosen = _chosen(feed_forwards(encoder), layers, type(encoder).__name__)
+    for slot in chosen:
+        try:
+            replacement = made(slot.module, slot.dim, **options)
+        except TypeError as error:
+            raise ValueError(f"feed_forward: {module}: {error}") from error
+        encoder.set_submodule(slot.name, replacement.train(slot.module.training))
+    return [slot.name for slot in chosen]
+
+
 def _chosen(found: list[FeedForward], layers, kind: str) -> list[FeedForward]:
     if not found:
         raise ValueError(
@@ -112,8 +142,7 @@ def _chosen(found: list[FeedForward], layers, kind: str) -> list[FeedForward]:
         wanted = set() if isinstance(layers, str) else set(layers)
     if not wanted or not wanted <= set(range(count)):
         raise ValueError(
-            f"moe.layers: expected all, lastM or a list of blocks in 0 ... {count - 1}, got "
-            f"{layers!r}"
+            f"layers: expected all, lastM or a list of blocks in 0 ... {count - 1}, got {layers!r}"
         )
     return [slot for slot in found if slot.block in wanted]
 

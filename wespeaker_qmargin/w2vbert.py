@@ -5,7 +5,6 @@ from torch import Tensor, nn
 from wespeaker_qmargin import w2vbert_features
 from wespeaker_qmargin.frontend import SAMPLE_RATE, SslFrontend, checkpoint_layers, drop_layers
 from wespeaker_qmargin.ssl_weights import load_transformers, require
-from wespeaker_qmargin.upcycle import upcycle
 
 
 class W2VBertFrontend(SslFrontend):
@@ -21,8 +20,8 @@ class W2VBertFrontend(SslFrontend):
         use_lora: train low-rank updates of a frozen encoder's linear layers.
         lora_config_args: of ``peft.LoraConfig``; WeSpeaker's defaults: r 16, lora_alpha 32,
             target_modules [linear_q, linear_v], lora_dropout 0.1, bias none.
-        grad_mult, layer_drop, gradient_checkpointing, moe, sample_rate: see ``WavLMFrontend``;
-            any layer may be skipped, each has two feed-forward modules.
+        grad_mult, layer_drop, gradient_checkpointing, moe, feed_forward, sample_rate: see
+            ``WavLMFrontend``; any layer may be skipped, each has two feed-forward modules.
 
     Raises:
         ImportError, FileNotFoundError, ValueError: see ``ssl_weights``; an option out of range;
@@ -42,6 +41,7 @@ class W2VBertFrontend(SslFrontend):
         layer_drop: float = 0.0,
         gradient_checkpointing: bool = False,
         moe: dict | None = None,
+        feed_forward: dict | None = None,
         sample_rate: int = SAMPLE_RATE,
     ):
         super().__init__(
@@ -51,15 +51,14 @@ class W2VBertFrontend(SslFrontend):
             raise ValueError("use_lora trains updates of a frozen encoder: set frozen: True")
         if lora_config_args and not use_lora:
             raise ValueError("lora_config_args without LoRA: set use_lora: True")
-        if moe and use_lora:
-            raise ValueError("moe and use_lora: LoRA trains a frozen dense encoder, choose one")
+        if use_lora and (moe or feed_forward):
+            raise ValueError("use_lora updates a plain encoder: without moe and feed_forward")
         self.encoder = load_transformers(model_name, "wav2vec2-bert")
         config = self.encoder.config
         self.num_layers, self.size = config.num_hidden_layers + 1, config.hidden_size
         self._num_mel_bins = config.feature_projection_input_dim // w2vbert_features.STRIDE
         self.min_samples = w2vbert_features.MIN_SAMPLES
-        if moe:
-            upcycle(self.encoder, **moe)
+        self._change_feed_forwards(self.encoder, moe, feed_forward)
         if gradient_checkpointing:
             checkpoint_layers(self.encoder)
         if layer_drop > 0:

@@ -6,7 +6,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from wespeaker_qmargin.frontend import SAMPLE_RATE, SslFrontend, checkpoint_layers, drop_layers
 from wespeaker_qmargin.ssl_weights import hears_normalised, load_s3prl, load_transformers
-from wespeaker_qmargin.upcycle import upcycle
 from wespeaker_qmargin.wavlm_original import load_original
 
 _S3PRL_SAMPLES = 800  # s3prl pads what is shorter
@@ -33,6 +32,7 @@ class WavLMFrontend(SslFrontend):
         gradient_checkpointing: compute every layer again in the backward pass instead of keeping
             its activations.
         moe: options of `upcycle.upcycle`: its feed-forward modules become mixtures of experts.
+        feed_forward: options of `upcycle.replace_feed_forwards`: another module in their place.
         normalize: give waves mean 0 and variance 1; None: as the checkpoint says.
         sample_rate: of the waves, 16000 Hz.
 
@@ -54,6 +54,7 @@ class WavLMFrontend(SslFrontend):
         layer_drop: float = 0.0,
         gradient_checkpointing: bool = False,
         moe: dict | None = None,
+        feed_forward: dict | None = None,
         normalize: bool | None = None,
         sample_rate: int = SAMPLE_RATE,
     ):
@@ -76,8 +77,7 @@ class WavLMFrontend(SslFrontend):
             isinstance(m, nn.GroupNorm) for m in wavlm.feature_extractor.modules()
         )
         self.min_samples = _S3PRL_SAMPLES if self._s3prl else self._receptive_field()
-        if moe:
-            upcycle(wavlm, **moe)
+        self._change_feed_forwards(wavlm, moe, feed_forward)
         if gradient_checkpointing:
             checkpoint_layers(wavlm)
         if layer_drop > 0:

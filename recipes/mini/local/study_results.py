@@ -15,7 +15,8 @@ from make_study import PLAIN, best_rates
 
 from wespeaker_qmargin.compare import compare
 from wespeaker_qmargin.files import write_text
-from wespeaker_qmargin.grid import Study, collect, read_study
+from wespeaker_qmargin.grid import collect
+from wespeaker_qmargin.study import Study, read_study
 
 EXAMPLE = """example:
   python recipes/mini/local/study_results.py recipes/mini/exp/study
