@@ -1,5 +1,6 @@
 """Fixtures that several test files share: a small synthetic corpus, a tiny configuration."""
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -100,3 +101,31 @@ def tiny(corpus, tmp_path) -> Path:
     path = tmp_path / "tiny.yaml"
     path.write_text(yaml.safe_dump(values))
     return path
+
+
+@pytest.fixture(scope="session")
+def tiny_wavlm(tmp_path_factory) -> Path:
+    """A folder with a WavLM of two layers, untrained."""
+    pytest.importorskip("transformers")
+    path = Path(__file__).resolve().parent.parent / "tools" / "make_tiny_encoder.py"
+    spec = importlib.util.spec_from_file_location("make_tiny_encoder", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    folder = tmp_path_factory.mktemp("encoder") / "wavlm"
+    module.make_wavlm(folder, layers=2, dim=16, heads=2, conv_dim=8)
+    return folder
+
+
+@pytest.fixture
+def tiny_ssl(tiny, tiny_wavlm) -> Path:
+    """``tiny`` with a WavLM and MHFA in the place of filter banks and XVEC; an epoch."""
+    content = yaml.safe_load(tiny.read_text())
+    content["dataset_args"] = {
+        **{"frontend": "wavlm", "wavlm_args": {"model_name": str(tiny_wavlm)}},
+        **{"cmvn": False, "spec_aug": False, "filter": False, "num_frms": 60},
+        "speed_perturb": False,
+    }
+    content |= {"model": "MHFA", "valid_speakers": 0, "num_epochs": 1, "num_avg": 1}
+    content["model_args"] = {"head_nb": 2, "embed_dim": 16, "compression_dim": 8}
+    tiny.write_text(yaml.safe_dump(content))
+    return tiny

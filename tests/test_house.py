@@ -83,6 +83,7 @@ LAYERS = [
     "plan",
     "study",
     "grid",
+    "experts",
     "leads",
     "verdict",
     "probe_report",

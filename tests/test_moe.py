@@ -7,11 +7,9 @@ import logging
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from torch import nn
 
 from wespeaker_qmargin import experiment, moe
@@ -24,9 +22,7 @@ from wespeaker_qmargin.schedule import parameter_groups
 from wespeaker_qmargin.train import train
 from wespeaker_qmargin.upcycle import feed_forwards, fit_experts, upcycle
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "tools"))
 transformers = pytest.importorskip("transformers")
-make_tiny_encoder = pytest.importorskip("make_tiny_encoder")
 
 DIM, HIDDEN, TOKENS = 6, 10, 40
 
@@ -390,28 +386,6 @@ def test_logging_is_quiet_for_three_experts(caplog):
 # checkpoint is adapted.
 
 
-@pytest.fixture(scope="module")
-def tiny_wavlm(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("encoder") / "wavlm"
-    make_tiny_encoder.make_wavlm(folder, layers=2, dim=16, heads=2, conv_dim=8)
-    return folder
-
-
-@pytest.fixture
-def config(tiny, tiny_wavlm):
-    """``tiny`` with a WavLM and MHFA in the place of filter banks and XVEC."""
-    content = yaml.safe_load(tiny.read_text())
-    content["dataset_args"] = {
-        **{"frontend": "wavlm", "wavlm_args": {"model_name": str(tiny_wavlm)}},
-        **{"cmvn": False, "spec_aug": False, "filter": False, "num_frms": 60},
-        "speed_perturb": False,
-    }
-    content |= {"model": "MHFA", "valid_speakers": 0, "num_epochs": 1, "num_avg": 1}
-    content["model_args"] = {"head_nb": 2, "embed_dim": 16, "compression_dim": 8}
-    tiny.write_text(yaml.safe_dump(content))
-    return tiny
-
-
 MOE = ["--dataset_args.wavlm_args.moe", "{experts: 3, top_k: 2}"]
 
 
@@ -420,13 +394,13 @@ def records(exp_dir) -> list[dict]:
     return [x for x in map(json.loads, lines) if "loss" in x]
 
 
-def test_training_with_experts(config, tmp_path):
+def test_training_with_experts(tiny_ssl, tmp_path):
     runs = []
     for name, words in (("dense", []), ("moe", MOE), ("free", MOE)):
         if name == "free":
             words = ["--dataset_args.wavlm_args.moe", "{z_loss: 0, balance_loss: 0}"]
         exp = tmp_path / name
-        runs.append(train(load_config(config, [*words, "--exp_dir", str(exp)])))
+        runs.append(train(load_config(tiny_ssl, [*words, "--exp_dir", str(exp)])))
     dense, mixed, free = map(records, runs)
     assert 15 < mixed[0]["loss"] - free[0]["loss"] < 30, "balance near k = 2, times 10"
     assert 0 < mixed[-1]["least_load"] <= 1 and 0 < mixed[-1]["router_entropy"] <= 1
@@ -436,10 +410,10 @@ def test_training_with_experts(config, tmp_path):
     assert average_epochs(runs[1], 1).is_file()
 
 
-def test_router_and_experts_have_their_own_rates(config):
+def test_router_and_experts_have_their_own_rates(tiny_ssl):
     words = ["--lr_ratio", "{frontend: 0.1, router: 2.0, experts: 0.5, projection: 3}"]
-    net = SpeakerNet(load_config(config, [*words, *MOE]), 8)
-    groups = parameter_groups(net, load_config(config, words).lr_ratio)
+    net = SpeakerNet(load_config(tiny_ssl, [*words, *MOE]), 8)
+    groups = parameter_groups(net, load_config(tiny_ssl, words).lr_ratio)
     sizes = {group["name"]: (group["lr_ratio"], len(group["params"])) for group in groups}
     assert sizes["router"] == (2.0, 2) and sizes["experts"] == (0.5, 2 * 3 * 4)
     assert sizes["frontend"][0] == 0.1 and sizes["projection"] == (3.0, 1)
@@ -448,8 +422,8 @@ def test_router_and_experts_have_their_own_rates(config):
 
 
 @pytest.mark.parametrize("reinit", [0, 0.5])
-def test_a_dense_run_is_adapted_with_experts(config, corpus, tmp_path, reinit, capsys):
-    dense = train(load_config(config, ["--exp_dir", str(tmp_path / "dense")]))
+def test_a_dense_run_is_adapted_with_experts(tiny_ssl, corpus, tmp_path, reinit, capsys):
+    dense = train(load_config(tiny_ssl, ["--exp_dir", str(tmp_path / "dense")]))
     average_epochs(dense, 1)
     moe_yaml, tuned = tmp_path / "moe.yaml", tmp_path / "tuned"
     moe_yaml.write_text(
@@ -472,11 +446,11 @@ def test_a_dense_run_is_adapted_with_experts(config, corpus, tmp_path, reinit, c
     assert main([*command, "--merge_experts"]) == 0
 
 
-def test_a_collapse_is_told_once(config, tmp_path, caplog):
+def test_a_collapse_is_told_once(tiny_ssl, tmp_path, caplog):
     moe_args = "{experts: 2, top_k: 1, z_loss: 0, balance_loss: 0}"
     words = ["--dataset_args.wavlm_args.moe", moe_args, "--exp_dir", str(tmp_path / "x")]
     words += ["--num_epochs", "2", "--lr_ratio", "{frontend: 0}"]
-    made = load_config(config, words)
+    made = load_config(tiny_ssl, words)
     real = experiment.SpeakerNet
 
     class Collapsed(real):
@@ -501,19 +475,19 @@ def test_a_collapse_is_told_once(config, tmp_path, caplog):
         ("{layers: [7]}", r"layers: .* got \[7\]"),
     ],
 )
-def test_bad_options_in_a_yaml(config, moe_args, message):
+def test_bad_options_in_a_yaml(tiny_ssl, moe_args, message):
     words = ["--dataset_args.wavlm_args.moe", moe_args]
     with pytest.raises(ValueError, match=message):
-        SpeakerNet(load_config(config, words), 8)
+        SpeakerNet(load_config(tiny_ssl, words), 8)
 
 
-def test_two_processes_are_one(config, tmp_path):
+def test_two_processes_are_one(tiny_ssl, tmp_path):
     """DistributedDataParallel: router losses come through the forward, no expert is missing."""
     script = tmp_path / "ranks.py"
     script.write_text(RANKS)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     done = subprocess.run(
-        [sys.executable, *launcher, str(script), str(config)],
+        [sys.executable, *launcher, str(script), str(tiny_ssl)],
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},

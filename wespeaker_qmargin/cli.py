@@ -26,6 +26,7 @@ _COMMANDS = {
     "calibrate": ("calibrate", "turn scores into log-likelihood ratios, by quality measures too"),
     "grid": ("grid", "many trainings of one study, each once; one table, heat maps"),
     "compare": ("compare", "is one system better than another: paired intervals, p, seeds"),
+    "experts": ("experts", "what an adaptation did to an encoder, what its experts hear"),
     "report": ("report", "one HTML page: results, DET curves, training curves"),
     "enable": ("enable", "make plain `python wespeaker/bin/train.py` know Q-Margin here"),
     "disable": ("enable", "undo enable"),

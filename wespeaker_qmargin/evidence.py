@@ -1,4 +1,4 @@
-"""What a report shows beside its results: plans, probes, studies, comparisons, as sections."""
+"""Sections of a report beside its results: plans, probes, studies, comparisons, experts."""
 
 import csv
 import json
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from wespeaker_qmargin import compare, plan
+from wespeaker_qmargin import compare, figures, plan
 from wespeaker_qmargin.config import read_config
 from wespeaker_qmargin.page import Section
 
@@ -54,6 +54,33 @@ def comparison_section(path) -> Section:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: not what compare writes ({error!r})") from error
     return Section(f"Comparison: {Path(path).stem}", text, {})
+
+
+def experts_section(folder) -> Section:
+    """Return what ``wespeaker-qmargin experts --out FOLDER`` has left."""
+    folder = Path(folder)
+    _require(folder / "experts.json", "`wespeaker-qmargin experts ... --out DIR`")
+    report = json.loads((folder / "experts.json").read_text(encoding="utf-8"))
+    try:
+        rows = [
+            [data, layer, *(_shares(x) for x in (values["load"], *values["by_segment"].values()))]
+            for data, found in report["data"].items()
+            for layer, values in found["experts"].items()
+        ]
+        image = figures.experts_svg(report).encode()
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{folder}/experts.json: not what experts writes ({error!r})") from error
+    text = "An encoder before and after its adaptation.\n\n"
+    if rows:
+        header = ["data", "mixture", "load, all frames", "silence", "unvoiced", "voiced"]
+        table = [header, ["---"] * len(header), *rows]
+        text += "Shares of the choices on each expert.\n\n"
+        text += "".join(f"| {' | '.join(row)} |\n" for row in table)
+    return Section(f"Experts: {folder.name}", text, {"experts.svg": image}, wide=True)
+
+
+def _shares(load: list[float] | None) -> str:
+    return "-" if load is None else " ".join(f"{share:.2f}" for share in load)
 
 
 def study_section(folder) -> Section:

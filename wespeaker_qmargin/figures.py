@@ -143,6 +143,50 @@ def heat_maps_svg(title: str, cells: dict[tuple[float, float, float], float]) ->
     return buffer.getvalue()
 
 
+def experts_svg(report: dict) -> str:
+    """Return what ``wespeaker-qmargin experts`` has found, as three panels.
+
+    Similarity of each hidden state before and after, a line a data set; how far each expert went;
+    the load of each expert in each data set.
+
+    Args:
+        report: of `experts.analyse`.
+    """
+    names, layers = list(report["data"]), list(report["drift"])
+    heights = [2.6] + ([1.9, 0.4 * len(names) + 1.1] if layers else [])
+    with _figure(9.0, sum(heights)) as (figure, buffer):
+        axes = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
+        axes[0].set_title("Linear CKA of hidden states, before and after")
+        for i, name in enumerate(names):
+            axes[0].plot(report["data"][name]["cka"], label=_label(name), **_style(i))
+        axes[0].set_xlabel("hidden state, 0: input of the first layer")
+        axes[0].legend().set_zorder(5)
+        if layers:
+            _draw_experts(axes[1], axes[2], report)
+    return buffer.getvalue()
+
+
+def _draw_experts(drift, load, report: dict) -> None:
+    columns = [(i, j) for i, x in enumerate(report["drift"].values()) for j in range(len(x))]
+    ticks = [f"{i}.{j}" for i, j in columns]
+    drift.set_title("Change of each expert's weights, relative (mixture.expert)")
+    values = [value for moved in report["drift"].values() for value in moved]
+    drift.bar(range(len(columns)), values, color=[COLOURS[i % len(COLOURS)] for i, _ in columns])
+    drift.set_xticks(range(len(columns)), ticks)
+    rows = [
+        [value for layer in found["experts"].values() for value in layer["load"]]
+        for found in report["data"].values()
+    ]
+    load.set_title("Share of the choices of a mixture's tokens on each expert")
+    load.imshow(rows, cmap="cividis_r", vmin=0, vmax=1, aspect="auto")
+    for (row, column), value in np.ndenumerate(np.array(rows)):
+        colour = "white" if value > 0.5 else "black"
+        load.text(column, row, f"{value:.2f}", ha="center", va="center", color=colour, fontsize=8)
+    load.set_xticks(range(len(columns)), ticks)
+    load.set_yticks(range(len(rows)), list(report["data"]))
+    load.grid(False)
+
+
 def _draw_cells(axes, values: np.ndarray, norm) -> None:
     axes.imshow(np.ma.masked_invalid(values), cmap="cividis_r", norm=norm, aspect="auto")
     for (row, column), value in np.ndenumerate(values):

@@ -99,7 +99,7 @@ class MoEFeedForward(nn.Module):
         valid: (B, T) which tokens are no padding, or None (all); set by `upcycle.watch_padding`.
             Padding takes part in no loss and no statistic.
         loss: weighted router losses of the last forward in training, or None.
-        counts: sums behind `usage`, or None (nothing is counted).
+        observer: called at every forward with p (T, N) and the choices (T, k), or None.
 
     Raises:
         ValueError: an option out of range.
@@ -133,7 +133,7 @@ class MoEFeedForward(nn.Module):
         self.valid: Tensor | None = None
         self.loss: Tensor | None = None
         self._dropped: int | None = None
-        self.counts: list[Tensor] | None = None
+        self.observer: Callable[[Tensor, Tensor], None] | None = None
 
     def extra_repr(self) -> str:
         return (
@@ -176,8 +176,8 @@ class MoEFeedForward(nn.Module):
         return mixed.to(outputs.dtype)
 
     def _observe(self, logits: Tensor, chosen: Tensor, shape: torch.Size) -> None:
-        """Keep the loss in training, and counts where they are asked for."""
-        if not self.training and self.counts is None:
+        """Keep the loss in training, and tell who observes."""
+        if not self.training and self.observer is None:
             return
         if self.valid is not None and self.valid.shape == shape:
             valid = self.valid.flatten()
@@ -186,12 +186,8 @@ class MoEFeedForward(nn.Module):
         if self.training:
             self.loss = self.z_weight * self.losses.z(logits)
             self.loss = self.loss + self.balance_weight * self.losses.balance(probabilities, chosen)
-        if self.counts is not None:
-            p = probabilities.detach().double()
-            load = torch.bincount(chosen.flatten(), minlength=len(self.experts)).double()
-            entropy = torch.special.entr(p).sum()
-            found = [load, p.sum(dim=0), entropy, load.new_tensor(len(p))]
-            self.counts = [a + b for a, b in zip(self.counts, found)] if self.counts else found
+        if self.observer is not None:
+            self.observer(probabilities.detach(), chosen)
 
 
 def check_options(experts, top_k, gates, losses, z_loss, balance_loss, jitter, reinit) -> None:
@@ -230,24 +226,36 @@ def take_router_loss(net: nn.Module) -> Tensor | None:
     return torch.stack(losses).mean() if losses else None
 
 
-def count_usage(net: nn.Module, counting: bool = True) -> None:
-    """Begin to count what the layers of ``net`` do, anew; or stop."""
+class UsageCounter:
+    """An ``observer`` that sums what becomes of the tokens of a layer."""
+
+    def __init__(self):
+        self._sums: list[Tensor] | None = None
+
+    def __call__(self, probabilities: Tensor, chosen: Tensor) -> None:
+        p = probabilities.double()
+        load = torch.bincount(chosen.flatten(), minlength=p.shape[1]).double()
+        found = [load, p.sum(dim=0), torch.special.entr(p).sum(), load.new_tensor(len(p))]
+        self._sums = [a + b for a, b in zip(self._sums, found)] if self._sums else found
+
+    def usage(self) -> Usage | None:
+        """Return the means; None where no token came."""
+        if self._sums is None or not self._sums[-1]:
+            return None
+        load, importance, entropy, tokens = (x.cpu() for x in self._sums)
+        return Usage(int(tokens), load / load.sum(), importance / tokens, (entropy / tokens).item())
+
+
+def count_usage(net: nn.Module) -> None:
+    """Begin to count what the layers of ``net`` do, anew."""
     for layer in moe_layers(net).values():
-        layer.counts = [] if counting else None
+        layer.observer = UsageCounter()
 
 
 def usage(net: nn.Module) -> dict[str, Usage]:
-    """Return name -> what became of the tokens since `count_usage`; layers that saw none are left
-    out."""
-    return {name: _usage(x.counts) for name, x in moe_layers(net).items() if x.counts}
-
-
-def _usage(counts: list[Tensor]) -> Usage:
-    load, importance, entropy, tokens = (x.cpu() for x in counts)
-    count = max(int(tokens), 1)
-    return Usage(
-        int(tokens), load / load.sum().clamp(min=1), importance / count, entropy.item() / count
-    )
+    """Return name -> what became of the tokens since `count_usage`, of layers that saw some."""
+    found = {name: layer.observer.usage() for name, layer in moe_layers(net).items()}
+    return {name: x for name, x in found.items() if x is not None}
 
 
 def summary(found: dict[str, Usage]) -> dict[str, float]:

@@ -33,6 +33,7 @@ def build_report(
     probes=(),
     studies=(),
     comparisons=(),
+    experts=(),
 ) -> Path:
     """Write the page ``out`` and ``results.md`` beside it; return the latter's path.
 
@@ -41,7 +42,7 @@ def build_report(
             metrics command), the score files it names, and, where there was training,
             ``metrics.jsonl`` and ``run.json``.
         note: a remark that both files show first, as that the data is synthetic.
-        probes, studies, comparisons: what those commands have left, see ``evidence``.
+        probes, studies, comparisons, experts: what those commands have left, see ``evidence``.
 
     Raises:
         FileNotFoundError: no results or scores.  ValueError: a file that is cut off, or results
@@ -58,6 +59,7 @@ def build_report(
         *map(evidence.probe_section, probes),
         *map(evidence.study_section, studies),
         *map(evidence.comparison_section, comparisons),
+        *map(evidence.experts_section, experts),
     ]
     summary = page.Summary(title, note, header, rows, verdicts, _measures(read))
     content = page.html_page(
@@ -248,6 +250,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--probe", nargs="+", default=[], metavar="DIR", help="what probe --out DIR has left")
     add("--study", nargs="+", default=[], metavar="DIR", help="exp_dir of a grid study, collected")
     add("--compare", nargs="+", default=[], metavar="FILE", help="what compare --out FILE wrote")
+    add("--experts", nargs="+", default=[], metavar="DIR", help="what experts --out DIR has left")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -261,5 +264,6 @@ def run(args: argparse.Namespace) -> None:
             raise ValueError(f"--systems: the name {name!r} comes twice")
         systems[name] = exp_dir
     options = {"probes": args.probe, "studies": args.study, "comparisons": args.compare}
+    options["experts"] = args.experts
     table = build_report(systems, args.out, title=args.title, note=args.note, **options)
     print(f"{table.read_text(encoding='utf-8')}\n{args.out}\n{table}")

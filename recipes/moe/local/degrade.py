@@ -4,6 +4,7 @@ OUT gets
   train/            the training speech as it is
   train_degraded/   every utterance in one kind of degradation, drawn evenly; `opus` is held out
   test/             the test speech (one list of trials) as it is, and as <kind>-<key> in each kind
+  by_kind/<kind>/   the test speech of one kind alone, also of clean; by_language/<language>/: clean
   test/trials/      clean, <kind>_clean (clean enrolment, degraded probe), <kind>_both
 
 Kinds: band (8 kHz), mulaw (8 kHz, 8 bit), opus (8 kHz, 8 kbit/s), far (a room and noise at 0 to 10
@@ -126,8 +127,13 @@ def _make_test(degrader: Degrader, lists: Path, out: Path, trials: str) -> None:
     wavs, speakers = (read_table(lists / name) for name in ("wav.scp", "utt2spk"))
     table, spk = {key: wavs[key] for key in keys}, {key: speakers[key] for key in keys}
     write_text(out / "trials/clean.trials", text)
+    _write_part(out.parent / "by_kind/clean", table, spk)
+    for language in sorted({speaker.split("-")[1] for speaker in spk.values()}):
+        own = {key: path for key, path in table.items() if spk[key].split("-")[1] == language}
+        _write_part(out.parent / "by_language" / language, own, spk)
     for kind in KINDS:
         found = _write(degrader, wavs, dict.fromkeys(keys, kind), out / kind)
+        _write_part(out.parent / "by_kind" / kind, found, spk)
         table |= {f"{kind}-{key}": path for key, path in found.items()}
         spk |= {f"{kind}-{key}": speakers[key] for key in keys}
         for name, enroll in (("clean", ""), ("both", f"{kind}-")):
@@ -135,6 +141,11 @@ def _make_test(degrader: Degrader, lists: Path, out: Path, trials: str) -> None:
             write_text(out / "trials" / f"{kind}_{name}.trials", "".join(lines))
     write_table(out / "wav.scp", table)
     write_table(out / "utt2spk", spk)
+
+
+def _write_part(folder: Path, wavs: dict, speakers: dict) -> None:
+    write_table(folder / "wav.scp", wavs)
+    write_table(folder / "utt2spk", {key: speakers[key] for key in wavs})
 
 
 def main() -> None:
