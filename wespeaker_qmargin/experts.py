@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from wespeaker_qmargin.audio import Utterance
 from wespeaker_qmargin.config import load_config
@@ -201,8 +202,9 @@ def _drop_each(net: SpeakerNet, wav: Tensor, layers: dict, dropped: dict) -> Non
         for expert in range(len(layer.experts) if len(layer.experts) > 1 else 0):
             with without_expert(layer, expert):
                 other = net.embed(wav[None])[0]
-            cosine = torch.nn.functional.cosine_similarity(whole, other, dim=0)
-            dropped[name][expert].append(1 - cosine.item())
+            # 1 - cosine, without its rounding where they are near
+            apart = normalize(whole.double(), dim=0) - normalize(other.double(), dim=0)
+            dropped[name][expert].append(apart.square().sum().item() / 2)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,13 +1,17 @@
 """Write the YAMLs of the study for `wespeaker-qmargin grid`, a part at a time.
 
     base    a small WavLM and MHFA from nothing on clean speech, dense and with experts
-    adapt   that network on degraded speech: everything that experts are compared with
+    tune    every comparator and mixture on degraded speech at two learning rates, one seed, 60
+            speakers held out
+    adapt   the same at the rate that was better for those, three seeds
 
-WORK has data/ (degrade.py) and encoder/ (tools/make_tiny_encoder.py). Every cell of adapt has the
-same data, epochs and learning rates: the head alone first, then what is not frozen.
+WORK has data/ (degrade.py) and encoder/ (make_encoder.py). Every cell of tune and adapt has the
+same data and epochs: the head alone first, then what is not frozen.
 """
 
 import argparse
+import json
+import sys
 from pathlib import Path
 
 import yaml
@@ -18,10 +22,10 @@ EXAMPLE = """example:
   python recipes/moe/local/make_study.py recipes/moe/exp/study adapt
 """
 SEEDS = [0, 1, 2]
-DIM, LAYERS, HEADS, CONV_DIM = 96, 4, 4, 48  # of the encoder that run_study.sh makes
+DIM, LAYERS = 96, 3  # of the encoder
 HIDDEN = 4 * DIM
-BASE_EPOCHS, EPOCHS, HEAD_EPOCHS = 40, 6, 2
-BASE_LR, LR, HEAD_LR = 1e-3, 2e-4, 1e-3
+BASE_EPOCHS, EPOCHS, HEAD_EPOCHS = 20, 6, 2
+BASE_RATE, HEAD_RATE, RATES = 3e-3, 1e-3, (5e-4, 2e-3)
 FROZEN = {"frontend": 0.0}
 
 
@@ -43,8 +47,8 @@ def base() -> dict:
     return {"dense": {}, "experts": experts(3, 2)}
 
 
-def adapt() -> dict:
-    """Return the comparators, and the mixtures."""
+def adapted() -> dict:
+    """Return the comparators, and the mixtures, without their learning rates."""
     last = f"frontend.encoder.encoder.layers.{LAYERS - 1}"
     adapter = {"lr_ratio": {**FROZEN, "adapter": 1.0}}
     cells = {
@@ -72,37 +76,75 @@ def adapt() -> dict:
     return cells
 
 
+def rate(value: float) -> dict:
+    """Return the schedule's ends: a tenth is left at the end."""
+    return {"scheduler_args": {"initial_lr": value, "final_lr": value / 10}}
+
+
+def tune(work: Path) -> dict:
+    """Return every cell at every rate."""
+    return {
+        f"{name}_lr{value:g}": {**cell, "valid_speakers": 60, **rate(value)}
+        for name, cell in adapted().items()
+        for value in RATES
+    }
+
+
+def best_rates(work: Path) -> dict[str, float]:
+    """Return cell -> rate with the lowest EER of held-out speakers, mean of three epochs.
+
+    Raises:
+        FileNotFoundError: a run of tune is missing.
+    """
+    best = {}
+    for name in adapted():
+        eers = {value: _held_out(work / f"tune/{name}_lr{value:g}/seed_0") for value in RATES}
+        best[name] = min(eers, key=eers.get)
+    return best
+
+
+def _held_out(folder: Path) -> float:
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    eers = [record["valid_eer"] for record in map(json.loads, lines) if "valid_eer" in record]
+    return sum(eers[-3:]) / 3
+
+
+def adapt(work: Path) -> dict:
+    """Return every cell at its best rate."""
+    rates = best_rates(work)
+    return {name: {**cell, **rate(rates[name])} for name, cell in adapted().items()}
+
+
 def study(work: Path, part: str) -> dict:
     """Return a part as `wespeaker-qmargin grid` reads it."""
-    adapted = part == "adapt"
-    train = "train_degraded" if adapted else "train"
-    lr = LR if adapted else BASE_LR
+    train = "train" if part == "base" else "train_degraded"
     common = {
-        "num_epochs": EPOCHS if adapted else BASE_EPOCHS,
         "train_data": str(work / "data" / train),
         "dataset_args": {"wavlm_args": {"model_name": str(work / "encoder")}},
-        "scheduler_args": {"initial_lr": lr, "final_lr": lr / 10},
+        "noise_data": str(work / "lists/musan/wav.scp"),
+        "reverb_data": str(work / "lists/rirs/wav.scp"),
+        "data_type": "kaldi",
+        "device": "cpu",
     }
-    if adapted:
-        common["scheduler_args"]["warm_up_epoch"] = 0
-        common["margin_update"] = {"initial_margin": 0.2, "fix_start_epoch": 1}
-        common["dataset_args"]["aug_prob"] = 0.0  # the degradation is the data's
-    trials = sorted(str(path) for path in (work / "data/test/trials").glob("*.trials"))
     content = {
         "exp_dir": part,
         "config": str(Path(__file__).resolve().parents[3] / "conf/mini_wavlm.yaml"),
         "common": common,
-        "test": {"data": str(work / "data/test"), "trials": trials},
-        "seeds": SEEDS,
-        "cells": adapt() if adapted else base(),
+        "test": {
+            "data": str(work / "data/test"),
+            "trials": sorted(str(x) for x in (work / "data/test/trials").glob("*.trials")),
+        },
+        "seeds": [0] if part == "tune" else SEEDS,
     }
-    if adapted:
-        content["finetune"] = {
-            "from": "base/dense/seed_{seed}",
-            "prototype_epochs": HEAD_EPOCHS,
-            "prototype_lr": HEAD_LR,
-        }
-    return content
+    if part == "base":
+        common |= {"num_epochs": BASE_EPOCHS, **rate(BASE_RATE)}
+        return {**content, "cells": base()}
+    common |= {"num_epochs": EPOCHS, "scheduler_args": {"warm_up_epoch": 0}}
+    common["margin_update"] = {"initial_margin": 0.2, "fix_start_epoch": 1}
+    common["dataset_args"]["aug_prob"] = 0.0  # the degradation is the data's
+    start = {"from": "base/dense/seed_{seed}", "prototype_epochs": HEAD_EPOCHS}
+    content["finetune"] = {**start, "prototype_lr": HEAD_RATE}
+    return {**content, "cells": (tune if part == "tune" else adapt)(work)}
 
 
 def main() -> None:
@@ -110,10 +152,13 @@ def main() -> None:
         description=__doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("work", type=Path)
-    parser.add_argument("part", choices=("base", "adapt"))
+    parser.add_argument("part", choices=("base", "tune", "adapt"))
     args = parser.parse_args()
     work = args.work.resolve()
-    content = yaml.safe_dump(study(work, args.part), sort_keys=False)
+    try:
+        content = yaml.safe_dump(study(work, args.part), sort_keys=False)
+    except OSError as error:
+        sys.exit(f"make_study.py: {error}; the parts before this one must be finished")
     write_text(work / f"{args.part}.yaml", content)
 
 

@@ -1,0 +1,181 @@
+"""Collect the study: WORK/tables.md, every comparator and mixture with paired intervals.
+
+EER, mean over the seeds, of clean trials, of clean enrolment and degraded probes (mean over the
+kinds in adaptation), of both degraded, and of the kind that was held out; differences to full
+fine-tuning. Then Cllr and actDCF at one threshold for all three kinds of trials together: scores
+are calibrated on one half of the speakers and measured on the other, both ways.
+"""
+
+import argparse
+import json
+import logging
+import sys
+from pathlib import Path
+
+import numpy as np
+from degrade import HELD_OUT, KINDS
+from make_study import adapted, best_rates
+
+from wespeaker_qmargin.compare import compare
+from wespeaker_qmargin.config import load_config
+from wespeaker_qmargin.files import Scores, read_scores, read_table, write_text
+from wespeaker_qmargin.llr import cllr, fit_calibration
+from wespeaker_qmargin.model import SpeakerNet
+from wespeaker_qmargin.roc import roc
+from wespeaker_qmargin.schedule import parameter_groups
+from wespeaker_qmargin.study import Study, read_study
+
+EXAMPLE = """example:
+  python recipes/moe/local/study_results.py recipes/moe/exp/study
+"""
+CONTROL = "full"
+SEEN = [kind for kind in KINDS if kind != HELD_OUT]
+COLUMNS = {  # title -> trial lists
+    "clean": ["clean"],
+    "clean, degraded": [f"{kind}_clean" for kind in SEEN],
+    "both degraded": [f"{kind}_both" for kind in SEEN],
+    f"clean, {HELD_OUT} (held out)": [f"{HELD_OUT}_clean"],
+    f"both {HELD_OUT}": [f"{HELD_OUT}_both"],
+}
+logger = logging.getLogger("study_results")
+
+
+def merged(folders: list[Path], lists: list[str], out: Path) -> list[Path]:
+    """Write the trials of several lists as one score file a seed; return the files."""
+    paths = []
+    for seed, folder in enumerate(folders):
+        text = [(folder / f"scores/{name}.trials.score").read_text() for name in lists]
+        paths.append(out / f"{'+'.join(lists)}_{seed}.score")
+        write_text(paths[-1], "".join(text))
+    return paths
+
+
+def error_tables(cells: dict[str, list[Path]], work: Path, *, replicates: int) -> str:
+    """Return the EER of every cell, and its difference to the control."""
+    measured = {}
+    for title, lists in COLUMNS.items():
+        systems = {
+            name: merged(folders, lists, work / "merged" / name) for name, folders in cells.items()
+        }
+        control = {CONTROL: systems.pop(CONTROL)}
+        measured[title] = compare(
+            control | systems, work / "data/test/utt2spk", replicates=replicates
+        )
+    header = ["", *COLUMNS]
+    rows = [header, ["---"] * len(header)]
+    for name in cells:
+        found = (measured[title]["systems"][name]["eer"] for title in COLUMNS)
+        rows.append([name, *(_eer(x) for x in found)])
+    others = [header, ["---"] * len(header)]
+    for name in cells.keys() - {CONTROL}:
+        key = f"{name} - {CONTROL}"
+        found = (measured[title]["differences"][key]["eer"] for title in COLUMNS)
+        others.append([key, *(_difference(x) for x in found)])
+    others[2:] = sorted(others[2:])
+    return f"### EER, %\n\n{_table(rows)}\n### Differences of EER to {CONTROL}\n\n{_table(others)}"
+
+
+def _eer(values: dict) -> str:
+    low, high = (100 * x for x in values["interval"])
+    sd = "" if values["sd"] is None else f" ± {100 * values['sd']:.2f}"
+    return f"{100 * values['mean']:.2f}{sd} [{low:.2f}, {high:.2f}]"
+
+
+def _difference(values: dict) -> str:
+    low, high = (100 * x for x in values["mixed_interval"] or values["interval"])
+    return f"{100 * values['difference']:+.2f} [{low:+.2f}, {high:+.2f}] p {values['p']:.3f}"
+
+
+def one_threshold(cells: dict[str, list[Path]], work: Path) -> str:
+    """Return Cllr and actDCF over the three kinds of trials at one calibration."""
+    speaker_of = read_table(work / "data/test/utt2spk")
+    speakers = sorted(set(speaker_of.values()))
+    half = set(np.random.default_rng(0).permutation(speakers)[: len(speakers) // 2].tolist())
+    lists = ["clean", *(f"{kind}_{way}" for kind in KINDS for way in ("clean", "both"))]
+    rows = [["", "Cllr, bits", "actDCF"], ["---"] * 3]
+    for name, folders in cells.items():
+        values = []
+        for path in merged(folders, lists, work / "merged" / name):
+            scores = read_scores(path)
+            sides = [np.array([speaker_of[key] in half for key in x]) for x in scores[:2]]
+            first, second = sides[0] & sides[1], ~sides[0] & ~sides[1]
+            found = [_measured(scores, a, b) for a, b in ((first, second), (second, first))]
+            values.append(np.mean(found, axis=0))
+        (costs, dcfs), deviation = np.mean(values, axis=0), np.std(values, axis=0, ddof=1)
+        rows.append([name, f"{costs:.3f} ± {deviation[0]:.3f}", f"{dcfs:.3f} ± {deviation[1]:.3f}"])
+    return f"### All kinds of trials at one threshold\n\n{_table(rows)}"
+
+
+def _measured(scores: Scores, fit: np.ndarray, test: np.ndarray) -> tuple[float, float]:
+    found = fit_calibration(scores.scores[fit, None], scores.is_target[fit])
+    llr = found.bias + scores.scores[test] * found.weights[0]
+    return cllr(llr, scores.is_target[test]), roc(llr, scores.is_target[test]).act_dcf()
+
+
+def sizes(study: Study, cells: dict[str, list[Path]]) -> str:
+    """Return parameters, those that were trained, and the seconds of the training."""
+    rows = [["", "parameters", "trained", "learning rate", "minutes"], ["---"] * 5]
+    rates = best_rates(study.exp_dir.parent)
+    for name, folders in cells.items():
+        config = load_config(folders[0] / "config.yaml", check_paths=False)
+        net = SpeakerNet(config)
+        frozen = [part for part, ratio in config.lr_ratio.items() if ratio == 0]
+        counts = [p.numel() for p in net.parameters()]
+        trained = _trained(net, config) if frozen else sum(counts)
+        minutes = [_minutes(folder) for folder in folders]
+        row = [f"{sum(counts):,}", f"{trained:,}", f"{rates[name]:g}", f"{np.mean(minutes):.1f}"]
+        rows.append([name, *row])
+    return f"### Parameters (without the head) and time\n\n{_table(rows)}"
+
+
+def _trained(net: SpeakerNet, config) -> int:
+    groups = parameter_groups(net, {k: v for k, v in config.lr_ratio.items() if k != "projection"})
+    return sum(p.numel() for group in groups for p in group["params"])
+
+
+def _minutes(folder: Path) -> float:
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    records = [x for x in map(json.loads, lines) if "utts_per_s" in x]
+    config = load_config(folder / "config.yaml", check_paths=False)
+    steps = np.diff([0, *(x["step"] for x in records)])
+    batch = config.dataloader_args.batch_size
+    return sum(n * batch / x["utts_per_s"] for n, x in zip(steps, records)) / 60
+
+
+def _table(rows: list[list[str]]) -> str:
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def write(work: Path, *, replicates: int) -> Path:
+    """Write the tables of the finished study; return their file."""
+    study = read_study(work / "adapt.yaml")
+    missing = [cell.name for cell in study.cells if not study.is_finished(cell)]
+    if missing:
+        raise ValueError(f"{len(missing)} cells are not finished, the first is {missing[0]}")
+    cells: dict[str, list[Path]] = {
+        "not adapted": [work / "base/dense" / f"seed_{seed}" for seed in range(3)]
+    }
+    for cell in study.cells:
+        cells.setdefault(cell.name, []).append(study.folder(cell))
+    own = {name: folders for name, folders in cells.items() if name in adapted()}
+    parts = [error_tables(cells, work, replicates=replicates), one_threshold(cells, work)]
+    write_text(work / "tables.md", "\n".join([*parts, sizes(study, own)]))
+    return work / "tables.md"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--bootstrap", type=int, default=1000, help="replicates [1000]")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    try:
+        print(write(args.work.resolve(), replicates=args.bootstrap).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        sys.exit(f"study_results.py: {error}")
+
+
+if __name__ == "__main__":
+    main()

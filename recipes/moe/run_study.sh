@@ -1,0 +1,87 @@
+#!/usr/bin/env bash
+# The study of experts: a small encoder, trained on clean speech, adapted to degraded speech with
+# mixtures of experts and with what they are compared with; three seeds; unattended.
+set -euo pipefail
+
+stage=1
+stop_stage=5
+data=                       # a folder; minivox beside the checkout
+work=                       # where data and experiments go
+jobs=2
+bootstrap=1000
+
+usage() {
+  cat << EOF
+usage: bash recipes/moe/run_study.sh [--stage N] [--stop_stage N] [--option value]
+       some hours on two CPU cores; what is finished is never done again
+
+stages
+  1  data: lists, degraded speech, an untrained encoder
+  2  base: the encoder on clean speech, dense and with experts
+  3  adapt: to degraded speech, every comparator and mixture, at two rates, then three seeds
+  4  experts: similarity before and after, drift, usage by kind, segment and language
+  5  tables with intervals and figures
+
+options (and their defaults)
+  --data DIR          as recipes/mini/run.sh takes it [minivox beside the checkout]
+  --work DIR          [recipes/moe/exp/study]
+  --jobs 2            trainings at a time
+  --bootstrap 1000    replicates of the intervals
+EOF
+}
+
+root=$(cd "$(dirname "$0")/../.." && pwd)
+source "$root/tools/parse_options.sh"
+log() { echo "[$(date '+%H:%M:%S')] $*" >&2; }
+includes() { [ "$stage" -le "$1" ] && [ "$stop_stage" -ge "$1" ]; }
+
+source "$root/tools/setup.sh" ssl
+local="$root/recipes/moe/local"
+data=${data:-$root/../shared/minivox}
+work=${work:-$root/recipes/moe/exp/study}
+export PYTHONPATH="$local${PYTHONPATH:+:$PYTHONPATH}"
+mkdir -p "$work"
+work=$(cd "$work" && pwd)
+
+if includes 1; then
+  log "stage 1: data"
+  if [ ! -f "$work/data/.done" ]; then
+    python "$root/recipes/mini/local/prepare_data.py" "$data" "$work/lists"
+    python "$local/degrade.py" "$work/lists" "$work/data"
+    python "$local/make_encoder.py" "$work/encoder"
+    touch "$work/data/.done"
+  fi
+fi
+
+run_part() {
+  python "$local/make_study.py" "$work" "$1"
+  wespeaker-qmargin grid "$work/$1.yaml" --jobs "$jobs"
+}
+
+if includes 2; then log "stage 2: base" && run_part base; fi
+if includes 3; then
+  log "stage 3: adapt"
+  run_part tune
+  run_part adapt
+fi
+
+if includes 4; then
+  log "stage 4: experts"
+  for run in "$work"/adapt/{full,wide,experts_n3k2,experts_reinit,experts_from_start}/seed_*; do
+    start="$work/base/dense/$(basename "$run")"
+    case $run in *from_start*) start="$work/base/experts/$(basename "$run")" ;; esac
+    if [ ! -f "$run/experts.json" ]; then
+      sets=()
+      for folder in "$work"/data/by_kind/* "$work"/data/by_language/*; do
+        sets+=("$(basename "$folder")=$folder")
+      done
+      wespeaker-qmargin experts --exp_dir "$run" --from "$start" --data "${sets[@]}" \
+        --sample 60 --drop 10 --out "$run"
+    fi
+  done
+fi
+
+if includes 5; then
+  log "stage 5: tables"
+  python "$local/study_results.py" "$work" --bootstrap "$bootstrap"
+fi
