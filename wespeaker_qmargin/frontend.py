@@ -22,13 +22,15 @@ class SslFrontend(nn.Module):
     """What the front-ends ``WavLMFrontend`` and ``W2VBertFrontend`` share.
 
     A subclass sets ``encoder``, the pretrained network, ``num_layers`` (L), ``size`` (D) and
-    ``min_samples``, what one frame needs.
+    ``min_samples``, what one frame needs. ``replaced`` names the modules in the place of its
+    feed-forward modules.
     """
 
     encoder: nn.Module
     num_layers: int
     size: int
     min_samples: int
+    replaced: list[str]
 
     def __init__(self, *, frozen: bool, grad_mult: float, layer_drop: float, sample_rate: int):
         super().__init__()
@@ -50,10 +52,9 @@ class SslFrontend(nn.Module):
         """Put experts, or another module, in the place of a network's feed-forward modules."""
         if moe and other:
             raise ValueError("moe and feed_forward: both replace the same modules, choose one")
-        if moe:
-            upcycle(net, **moe)
-        if other:
-            replace_feed_forwards(net, **other)
+        names = upcycle(net, **moe) if moe else []
+        names += replace_feed_forwards(net, **other) if other else []
+        self.replaced = [f"encoder.{name}" for name in names]
 
     def output_size(self) -> int:
         """Return D, the size of every hidden state."""

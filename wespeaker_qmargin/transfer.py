@@ -10,6 +10,7 @@ gets the mean of his own embeddings.
 
 import dataclasses
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -117,11 +118,14 @@ def _read_speakers(path: Path) -> list[str]:
     return names
 
 
-def match_tensors(found: dict[str, Tensor], wanted: dict[str, Tensor], where) -> Report:
+def match_tensors(
+    found: dict[str, Tensor], wanted: dict[str, Tensor], where, *, replaced: Sequence[str] = ()
+) -> Report:
     """Return what of the tensors ``found`` fits the tensors ``wanted``, both without a head.
 
     Args:
         where: the file that ``found`` is of.
+        replaced: modules in which ``wanted`` may have as many others as it likes: adapters.
 
     Raises:
         ValueError: less than 90 % of all names on either side are on both with one shape: another
@@ -140,7 +144,8 @@ def match_tensors(found: dict[str, Tensor], wanted: dict[str, Tensor], where) ->
             if found[k].shape != wanted[k].shape
         ],
     )
-    total = len(found.keys() | wanted.keys())
+    adapters = {k for k in report.new if k.startswith(tuple(f"{name}." for name in replaced))}
+    total = len((found.keys() | wanted.keys()) - adapters)
     if len(fitting) < _LEAST_SHARE * total:
         raise ValueError(
             f"{report.checkpoint}: only {len(fitting)} of {total} tensors fit the network "
@@ -190,7 +195,9 @@ def transfer(
     layers = to_wespeaker(moe_layers(net))
     found, upcycled = fit_experts(read_checkpoint(source.checkpoint), layers, merge=merge_experts)
     found = _under_low_rank(found, to_wespeaker(net.state_dict()))
-    report = match_tensors(_body(found), _body(to_wespeaker(net.state_dict())), source.checkpoint)
+    replaced = [f"frontend.{name}" for name in getattr(net.frontend, "replaced", ())]
+    wanted = _body(to_wespeaker(net.state_dict()))
+    report = match_tensors(_body(found), wanted, source.checkpoint, replaced=replaced)
     fitting = {name: found[name] for name in report.loaded}
     net.load_state_dict(from_wespeaker(fitting), strict=False)
     for layer in upcycled:

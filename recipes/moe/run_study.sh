@@ -54,7 +54,7 @@ if includes 1; then
 fi
 
 run_part() {
-  python "$local/make_study.py" "$work" "$1"
+  python "$local/moe_study.py" "$work" "$1"
   wespeaker-qmargin grid "$work/$1.yaml" --jobs "$jobs"
 }
 
@@ -83,5 +83,5 @@ fi
 
 if includes 5; then
   log "stage 5: tables"
-  python "$local/study_results.py" "$work" --bootstrap "$bootstrap"
+  python "$local/moe_results.py" "$work" --bootstrap "$bootstrap"
 fi

@@ -1,8 +1,8 @@
 """Collect the study: WORK/tables.md, every comparator and mixture with paired intervals.
 
-EER, mean over the seeds, of clean trials, of clean enrolment and degraded probes (mean over the
-kinds in adaptation), of both degraded, and of the kind that was held out; differences to full
-fine-tuning. Then Cllr and actDCF at one threshold for all three kinds of trials together: scores
+EER, mean over the seeds, of clean trials, of clean enrolment and degraded probes (the trials of all
+kinds in adaptation together), of both degraded, and of the kind that was held out; differences to
+full fine-tuning. Then Cllr and actDCF at one threshold for all three kinds of trials together: scores
 are calibrated on one half of the speakers and measured on the other, both ways.
 """
 
@@ -12,9 +12,9 @@ import logging
 import sys
 from pathlib import Path
 
+import moe_study
 import numpy as np
 from degrade import HELD_OUT, KINDS
-from make_study import adapted, best_rates
 
 from wespeaker_qmargin.compare import compare
 from wespeaker_qmargin.config import load_config
@@ -26,7 +26,7 @@ from wespeaker_qmargin.schedule import parameter_groups
 from wespeaker_qmargin.study import Study, read_study
 
 EXAMPLE = """example:
-  python recipes/moe/local/study_results.py recipes/moe/exp/study
+  python recipes/moe/local/moe_results.py recipes/moe/exp/study
 """
 CONTROL = "full"
 SEEN = [kind for kind in KINDS if kind != HELD_OUT]
@@ -37,7 +37,7 @@ COLUMNS = {  # title -> trial lists
     f"clean, {HELD_OUT} (held out)": [f"{HELD_OUT}_clean"],
     f"both {HELD_OUT}": [f"{HELD_OUT}_both"],
 }
-logger = logging.getLogger("study_results")
+logger = logging.getLogger("moe_results")
 
 
 def merged(folders: list[Path], lists: list[str], out: Path) -> list[Path]:
@@ -115,7 +115,7 @@ def _measured(scores: Scores, fit: np.ndarray, test: np.ndarray) -> tuple[float,
 def sizes(study: Study, cells: dict[str, list[Path]]) -> str:
     """Return parameters, those that were trained, and the seconds of the training."""
     rows = [["", "parameters", "trained", "learning rate", "minutes"], ["---"] * 5]
-    rates = best_rates(study.exp_dir.parent)
+    rates = moe_study.best_rates(study.exp_dir.parent)
     for name, folders in cells.items():
         config = load_config(folders[0] / "config.yaml", check_paths=False)
         net = SpeakerNet(config)
@@ -153,11 +153,11 @@ def write(work: Path, *, replicates: int) -> Path:
     if missing:
         raise ValueError(f"{len(missing)} cells are not finished, the first is {missing[0]}")
     cells: dict[str, list[Path]] = {
-        "not adapted": [work / "base/dense" / f"seed_{seed}" for seed in range(3)]
+        "not adapted": [work / "base/dense" / f"seed_{seed}" for seed in moe_study.SEEDS]
     }
     for cell in study.cells:
         cells.setdefault(cell.name, []).append(study.folder(cell))
-    own = {name: folders for name, folders in cells.items() if name in adapted()}
+    own = {name: folders for name, folders in cells.items() if name in moe_study.adapted()}
     parts = [error_tables(cells, work, replicates=replicates), one_threshold(cells, work)]
     write_text(work / "tables.md", "\n".join([*parts, sizes(study, own)]))
     return work / "tables.md"
@@ -174,7 +174,7 @@ def main() -> None:
     try:
         print(write(args.work.resolve(), replicates=args.bootstrap).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        sys.exit(f"study_results.py: {error}")
+        sys.exit(f"moe_results.py: {error}")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import yaml
 from wespeaker_qmargin.files import write_text
 
 EXAMPLE = """example:
-  python recipes/moe/local/make_study.py recipes/moe/exp/study adapt
+  python recipes/moe/local/moe_study.py recipes/moe/exp/study adapt
 """
 SEEDS = [0, 1, 2]
 DIM, LAYERS = 96, 3  # of the encoder
@@ -158,7 +158,7 @@ def main() -> None:
     try:
         content = yaml.safe_dump(study(work, args.part), sort_keys=False)
     except OSError as error:
-        sys.exit(f"make_study.py: {error}; the parts before this one must be finished")
+        sys.exit(f"moe_study.py: {error}; the parts before this one must be finished")
     write_text(work / f"{args.part}.yaml", content)
 
 
