@@ -153,7 +153,7 @@ def draw_anew(layer: MoEFeedForward) -> None:
 
     From normal distributions with the mean and deviation of the expert's two weights.
     """
-    for expert in layer.experts:
+    for expert in layer.experts if layer.reinit else ():
         first, last = (x for x in expert.children() if isinstance(x, nn.Linear))
         hidden = first.out_features
         units = torch.randperm(hidden)[: round(layer.reinit * hidden)].to(first.weight.device)

@@ -2,8 +2,8 @@
 
 EER, mean over the seeds, of clean trials, of clean enrolment and degraded probes (the trials of all
 kinds in adaptation together), of both degraded, and of the kind that was held out; differences to
-full fine-tuning. Then Cllr and actDCF at one threshold for all three kinds of trials together: scores
-are calibrated on one half of the speakers and measured on the other, both ways.
+full fine-tuning. Then Cllr and actDCF at one threshold for all three kinds of trials together:
+scores are calibrated on one half of the speakers and measured on the other, both ways.
 """
 
 import argparse
