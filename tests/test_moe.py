@@ -10,13 +10,14 @@ import sys
 
 import pytest
 import torch
+from conftest import ROOT
 from torch import nn
 
 from wespeaker_qmargin import experiment, moe
 from wespeaker_qmargin.checkpoints import average_epochs, read_checkpoint
 from wespeaker_qmargin.cli import main
 from wespeaker_qmargin.config import load_config
-from wespeaker_qmargin.model import SpeakerNet
+from wespeaker_qmargin.model import SpeakerNet, load_checkpoint
 from wespeaker_qmargin.moe import MoEFeedForward, moe_layers, take_router_loss
 from wespeaker_qmargin.schedule import parameter_groups
 from wespeaker_qmargin.train import train
@@ -77,6 +78,15 @@ def test_grouped_is_the_naive_loop(experts, top_k, gates):
     for one, other in zip(*gradients):
         other = torch.zeros_like(one) if other is None else other  # an expert nobody chose
         torch.testing.assert_close(one, other, atol=1e-12, rtol=1e-12)
+
+
+def test_a_traced_or_exported_layer_hears_other_tokens():
+    layer, x = make(3).eval(), torch.randn(4, 10, DIM)
+    other = torch.randn(4, 10, DIM)
+    traced = torch.jit.trace(layer, x)
+    exported = torch.export.export(layer, (x,)).module()
+    for found in (traced(other), exported(other)):
+        torch.testing.assert_close(found, layer(other), atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 3])
@@ -444,6 +454,36 @@ def test_a_dense_run_is_adapted_with_experts(tiny_ssl, corpus, tmp_path, reinit,
     assert main(command) == 1
     assert "the checkpoint has 2 experts, the network 3" in capsys.readouterr().err
     assert main([*command, "--merge_experts"]) == 0
+
+
+def test_the_config_of_an_adaptation(tiny_ssl, corpus, tmp_path):
+    """The head alone, at its rate; then all, in groups."""
+    dense, tuned = tmp_path / "dense", tmp_path / "tuned"
+    train(load_config(tiny_ssl, ["--exp_dir", str(dense)]))
+    average_epochs(dense, 1)
+    words = ["--from", dense, "--data", corpus, "--exp_dir", tuned, "--prototype_lr", "1e-3"]
+    words += ["--config", ROOT / "conf/finetune/experts.yaml", "--num_epochs", "1"]
+    assert main(["finetune", *map(str, words)]) == 0
+    places = ("prototypes/models/model_2.pt", "init.pt", "models/model_1.pt")
+    first, start, end = (read_checkpoint(tuned / place) for place in places)
+    same = {key for key in start if torch.equal(start[key], first[key])}
+    assert start.keys() - same == {"projection.weight"}, "the head alone"
+    changed = [key for key in end if not torch.equal(end[key], start[key])]
+    assert any(".router." in key for key in changed) and any(
+        ".experts.2." in key for key in changed
+    )
+
+
+def test_an_export_holds_the_experts(tiny_ssl, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "recipes/voxceleb/local"))
+    import export_model
+
+    exp = train(load_config(tiny_ssl, [*MOE, "--exp_dir", str(tmp_path / "exp")]))
+    average_epochs(exp, 1)
+    out = export_model.export_model(exp, tmp_path / "out")
+    net = SpeakerNet(load_config(out / "config.yaml"))
+    load_checkpoint(net, out / "avg_model.pt", head=False)
+    assert len(moe_layers(net)) == 2
 
 
 def test_a_collapse_is_told_once(tiny_ssl, tmp_path, caplog):

@@ -82,7 +82,8 @@ class MoEFeedForward(nn.Module):
     """``y_t = sum_(n in top-k of t) g_tn expert_n(x_t)``; no token is dropped.
 
     The gates g are p over the k selected, so that they sum to one: experts that are equal make the
-    layer equal to one of them. The router is a linear layer without bias, always in float32.
+    layer equal to one of them. The router is a linear layer without bias, always in float32; with
+    k = 1 its gate is 1, and it learns from its own losses alone.
 
     Args:
         experts: modules (T, D) -> (T, D) that treat every token alone.
@@ -148,7 +149,9 @@ class MoEFeedForward(nn.Module):
         top = logits.topk(min(self.top_k, len(self.experts) - (self._dropped is not None)))
         gates = top.values if self.gates == "logits" else top.values.softmax(dim=1)
         self._observe(logits, top.indices, hidden.shape[:-1])
-        return self._mix(tokens, top.indices, gates).view_as(hidden)
+        traced = torch.jit.is_tracing() or torch.compiler.is_compiling()
+        mix = self._mix_all if traced else self._mix_groups
+        return mix(tokens, top.indices, gates).view_as(hidden)
 
     def _logits(self, tokens: Tensor) -> Tensor:
         with torch.autocast(tokens.device.type, enabled=False):
@@ -162,7 +165,13 @@ class MoEFeedForward(nn.Module):
             logits = logits.index_fill(1, logits.new_tensor([self._dropped]).long(), -torch.inf)
         return logits
 
-    def _mix(self, tokens: Tensor, chosen: Tensor, gates: Tensor) -> Tensor:
+    def _mix_all(self, tokens: Tensor, chosen: Tensor, gates: Tensor) -> Tensor:
+        """Every expert of every token: a graph of fixed shapes, for what traces (ONNX, export)."""
+        weights = gates.new_zeros(len(tokens), len(self.experts)).scatter(1, chosen, gates)
+        mixed = sum(weights[:, n, None] * expert(tokens) for n, expert in enumerate(self.experts))
+        return mixed.to(tokens.dtype)
+
+    def _mix_groups(self, tokens: Tensor, chosen: Tensor, gates: Tensor) -> Tensor:
         """Group the choices by expert; every expert is called, also with no token, so that its
         parameters have a gradient on every process."""
         choices = chosen.flatten()
