@@ -463,6 +463,7 @@ def test_the_config_of_an_adaptation(tiny_ssl, corpus, tmp_path):
     average_epochs(dense, 1)
     words = ["--from", dense, "--data", corpus, "--exp_dir", tuned, "--prototype_lr", "1e-3"]
     words += ["--config", ROOT / "conf/finetune/experts.yaml", "--num_epochs", "1"]
+    words += ["--optimizer", "AdamW", "--optimizer_args", "{}"]
     assert main(["finetune", *map(str, words)]) == 0
     places = ("prototypes/models/model_2.pt", "init.pt", "models/model_1.pt")
     first, start, end = (read_checkpoint(tuned / place) for place in places)
