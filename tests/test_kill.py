@@ -81,6 +81,18 @@ def test_a_place_that_cannot_be_written(command, tiny, tmp_path):
     assert "Traceback" not in done.stderr
 
 
+def test_what_a_killed_writer_left_is_removed_at_the_next_start(tiny, tmp_path):
+    config = load_config(tiny, ["--exp_dir", str(tmp_path / "exp"), "--num_epochs", "1"])
+    exp = training.train(config)
+    left = [exp / "models/.model_1.pt.a1_b2c3d.tmp", exp / "state/.state.pt.00000000.tmp"]
+    kept = [exp / "models/.mine.tmp", exp / "embeddings/.xvector.ark.abcdefgh.tmp"]
+    kept[1].parent.mkdir()
+    for path in (*left, *kept):
+        path.touch()
+    training.train(config, resume_run=True)
+    assert not any(path.exists() for path in left) and all(path.exists() for path in kept)
+
+
 def as_any_user() -> None:
     """Give up root's right to write and read where the mode forbids it, for good."""
     for right in (1, 2):  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH; PR_CAPBSET_DROP is 24

@@ -120,7 +120,7 @@ def test_every_cell_is_a_training_that_begins(part, work):
     path.write_text(yaml.safe_dump(make_study.study(work, part)))
     study = read_study(path)
     assert len(study.cells) == {
-        "tune": 30, "heads": 54, "noise": 24, "cleaned": 12, "starts": 2, "finetune": 30
+        "tune": 30, "heads": 54, "noise": 18, "cleaned": 12, "starts": 2, "finetune": 30
     }[part]  # fmt: skip
     for cell in study.cells:
         config = study.config(cell)

@@ -59,6 +59,13 @@ def atomic_path(path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def remove_leftovers(folder: Path) -> None:
+    """Remove what writers that were killed left in ``folder``; nobody may be writing there."""
+    for path in folder.glob(".*.tmp"):
+        if re.fullmatch(r"\..+\.[a-z0-9_]{8}\.tmp", path.name):
+            path.unlink(missing_ok=True)
+
+
 def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)

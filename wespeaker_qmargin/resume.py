@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from wespeaker_qmargin.files import write_text
+from wespeaker_qmargin.files import remove_leftovers, write_text
 from wespeaker_qmargin.tensors import write_tensors
 
 # Keys that may differ between a run and its continuation: they change no number in it. The batch
@@ -46,6 +46,8 @@ _FREE_KEYS = {
 def locked(exp_dir: Path) -> Iterator[None]:
     """Hold ``exp_dir`` for one process; the kernel lets go when it ends, however it ends.
 
+    Half-written files of a run that was killed are removed.
+
     Raises:
         ValueError: another run holds it.
     """
@@ -59,6 +61,8 @@ def locked(exp_dir: Path) -> Iterator[None]:
             raise ValueError(
                 f"{exp_dir}: another run is training here; wait for it or use another exp_dir"
             ) from None
+        for written in (exp_dir, exp_dir / "models", folder):
+            remove_leftovers(written)
         yield
 
 
