@@ -226,6 +226,9 @@ def test_without_an_expert():
         ({"layers": [2]}, r"blocks in 0 ... 1, got \[2\]"),
         ({"layers": "last3"}, "layers: expected"),
         ({"layers": []}, "layers: expected"),
+        ({"layers": 1}, "layers: expected"),
+        ({"layers": [True]}, "layers: expected"),
+        ({"layers": [[0]]}, "layers: expected"),
     ],
 )
 def test_bad_options(options, message):

@@ -162,7 +162,8 @@ class MoEFeedForward(nn.Module):
                 )
             logits = nn.functional.linear(tokens, self.router.weight.to(tokens.dtype))
         if self._dropped is not None:
-            logits = logits.index_fill(1, logits.new_tensor([self._dropped]).long(), -torch.inf)
+            dropped = torch.tensor([self._dropped], device=logits.device)
+            logits = logits.index_fill(1, dropped, -torch.inf)
         return logits
 
     def _mix_all(self, tokens: Tensor, chosen: Tensor, gates: Tensor) -> Tensor:

@@ -138,8 +138,10 @@ def _chosen(found: list[FeedForward], layers, kind: str) -> list[FeedForward]:
         wanted = set(range(count))
     elif last:
         wanted = set(range(count - int(last[1]), count))
+    elif isinstance(layers, list | tuple) and all(type(x) is int for x in layers):
+        wanted = set(layers)
     else:
-        wanted = set() if isinstance(layers, str) else set(layers)
+        wanted = set()
     if not wanted or not wanted <= set(range(count)):
         raise ValueError(
             f"layers: expected all, lastM or a list of blocks in 0 ... {count - 1}, got {layers!r}"
