@@ -107,7 +107,7 @@ def noise(work: Path) -> dict:
         f"{head}_flip{share}": cell(
             head, 0.2, **rate(rates[head]), train_data=str(work / f"data/train_flip{share}")
         )
-        for head in ("cosface", "qmargin_a150", "qmargin_a200")
+        for head in ("cosface", "qmargin_a125", "qmargin_a150")
         for share in (5, 20)
     }
 
