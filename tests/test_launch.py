@@ -400,6 +400,17 @@ def test_fix_lm_speed(parse, caplog):
     assert caplog.records == []
 
 
+def test_experts_without_router_losses_are_told(parse, caplog):
+    content = {"dataset_args": {"frontend": "wavlm", "wavlm_args": {"moe": {"experts": 3}}}}
+    parse(content)
+    (message,) = caplog.messages
+    assert "without the z and balance losses" in message
+    caplog.clear()
+    content["dataset_args"]["wavlm_args"]["moe"] = {}
+    parse(content)
+    assert not caplog.messages
+
+
 @pytest.mark.parametrize(
     "other", [{"do_lm": False}, {"data_type": "feat"}, {"dataset_args": {"speed_perturb": False}}]
 )

@@ -147,8 +147,9 @@ def _watch_config(*, trains: bool, fix_speed: bool) -> None:
         except (AttributeError, TypeError) as error:
             raise ValueError(f"{config_file}: expected a YAML mapping of keys to values") from error
         is_first = os.environ.get("RANK", "0") == "0"
-        if trains and is_first and (warning := _scale_warning(configs)):
-            logger.warning("%s", warning)
+        for warning in (_scale_warning(configs), _expert_warning(configs)):
+            if trains and is_first and warning:
+                logger.warning("%s", warning)
         if trains and _perturbs_in_silence(configs):
             lm_args.append(configs["dataset_args"])
             if not fix_speed and is_first:
@@ -170,6 +171,17 @@ def _scale_warning(configs: dict) -> str | None:
         return None
     margin = configs.get("margin_update", {}).get("final_margin", 0.0)
     return scale_warning(float(args.get("alpha", 1.5)), float(scale), float(margin))
+
+
+def _expert_warning(configs: dict) -> str | None:
+    """What its trainer leaves out, where a front-end has experts."""
+    args = configs.get("dataset_args", {})
+    if not (args.get(f"{args.get('frontend')}_args") or {}).get("moe"):
+        return None
+    return (
+        "moe: WeSpeaker's trainer takes the loss of the head alone, without the z and balance "
+        "losses of the routers; `wespeaker-qmargin train` adds them"
+    )
 
 
 def _perturbs_in_silence(configs: dict) -> bool:
