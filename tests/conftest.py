@@ -104,15 +104,21 @@ def tiny(corpus, tmp_path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_wavlm(tmp_path_factory) -> Path:
-    """A folder with a WavLM of two layers, untrained."""
+def make_tiny_encoder():
+    """The tool of that name, as a module."""
     pytest.importorskip("transformers")
-    path = Path(__file__).resolve().parent.parent / "tools" / "make_tiny_encoder.py"
+    path = ROOT / "tools" / "make_tiny_encoder.py"
     spec = importlib.util.spec_from_file_location("make_tiny_encoder", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def tiny_wavlm(make_tiny_encoder, tmp_path_factory) -> Path:
+    """A folder with a WavLM of two layers, untrained."""
     folder = tmp_path_factory.mktemp("encoder") / "wavlm"
-    module.make_wavlm(folder, layers=2, dim=16, heads=2, conv_dim=8)
+    make_tiny_encoder.make_wavlm(folder, layers=2, dim=16, heads=2, conv_dim=8)
     return folder
 
 

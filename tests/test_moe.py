@@ -22,6 +22,7 @@ from wespeaker_qmargin.moe import MoEFeedForward, moe_layers, take_router_loss
 from wespeaker_qmargin.schedule import parameter_groups
 from wespeaker_qmargin.train import train
 from wespeaker_qmargin.upcycle import feed_forwards, fit_experts, upcycle
+from wespeaker_qmargin.w2vbert import W2VBertFrontend
 
 transformers = pytest.importorskip("transformers")
 
@@ -421,6 +422,22 @@ def test_training_with_experts(tiny_ssl, tmp_path):
     keys = read_checkpoint(runs[1] / "models" / "model_1.pt").keys()
     assert sum("feed_forward.router.weight" in key for key in keys) == 2
     assert average_epochs(runs[1], 1).is_file()
+
+
+def test_a_w2v_bert_front_end_has_two_mixtures_a_layer(make_tiny_encoder, tmp_path):
+    make_tiny_encoder.make_w2vbert(tmp_path, layers=2)
+    dense, mixed = (
+        W2VBertFrontend(str(tmp_path), frozen=False, moe=options).eval()
+        for options in (None, {"experts": 2, "top_k": 1, "layers": "last1"})
+    )
+    assert len(moe_layers(mixed)) == 2 == len(mixed.replaced)
+    wavs, lens = torch.randn(2, 16000), torch.tensor([16000, 9000])
+    with torch.no_grad():
+        for one, other in zip(dense(wavs, lens)[0], mixed(wavs, lens)[0]):
+            torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+    for options in ({"use_lora": True, "frozen": True}, {"feed_forward": {"module": "x:Y"}}):
+        with pytest.raises(ValueError, match="moe|feed_forward"):
+            W2VBertFrontend(str(tmp_path), moe={"experts": 2}, **options)
 
 
 def test_router_and_experts_have_their_own_rates(tiny_ssl):
