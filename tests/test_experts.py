@@ -81,10 +81,13 @@ def test_the_command_and_its_section(adapted, corpus, tmp_path, capsys):
     assert "| a | frontend.encoder" in section.text and b"<svg" in section.images["experts.svg"]
 
 
-def test_an_encoder_that_was_not_changed(adapted, corpus):
+def test_an_encoder_that_was_not_changed(adapted, corpus, tmp_path):
     dense, _ = adapted
     report = analyse(dense, dense, {"x": read_utterances("kaldi", corpus)[:3]})
-    assert report["drift"] == {} and report["data"]["x"]["experts"] == {}
+    assert list(report["drift"].values()) == [[0.0], [0.0]]
+    assert report["data"]["x"]["experts"] == {}
+    (tmp_path / "experts.json").write_text(json.dumps(report))
+    assert "mixture" not in experts_section(tmp_path).text
     assert report["data"]["x"]["cka"] == pytest.approx([1, 1, 1])
 
 

@@ -169,12 +169,15 @@ def _check_kwargs(section: str, function, values: dict) -> None:
             raise ValueError(f"{section}.{key}: not an argument of {function.__name__}.{near}")
         else:
             default = parameters[key].default
-            numeric = isinstance(default, int | float) and not isinstance(default, bool)
-            if numeric and isinstance(value, str):
+            if _is_number(default) and not _is_number(value):
                 raise ValueError(f"{section}.{key}: expected a number, got {value!r}")
-    needed = [k for k, p in parameters.items() if p.default is p.empty and k not in values]
+    needed = [k for k, p in parameters.items() if p.default is p.empty and values.get(k) is None]
     if needed:
         raise ValueError(f"{section}.{needed[0]}: missing; {function.__name__} needs it")
+
+
+def _is_number(value) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _check_sparsity(config) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from wespeaker_qmargin.audio import Utterance
+from wespeaker_qmargin.checkpoints import find_checkpoint
 from wespeaker_qmargin.config import load_config
 from wespeaker_qmargin.data import WholeSet
 from wespeaker_qmargin.figures import experts_svg
@@ -25,6 +26,7 @@ from wespeaker_qmargin.lists import read_utterances
 from wespeaker_qmargin.model import SpeakerNet, load_checkpoint
 from wespeaker_qmargin.moe import UsageCounter, moe_layers, without_expert
 from wespeaker_qmargin.transfer import find_source
+from wespeaker_qmargin.upcycle import feed_forwards
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +100,7 @@ def analyse(
         drop: utterances of each set that are embedded again without each expert; 0: none.
 
     Returns:
-        ``{"drift": {module: [a share an expert]}, "data": {name: {"cka": [one a hidden state],
+        ``{"drift": {feed-forward: [one an expert]}, "data": {name: {"cka": [one a hidden state],
         "experts": {module: {"load", "importance", "entropy", "by_segment": {kind: load},
         "dropped": [cosine distance]}}}}}``. A drift is ``||after - before||_F / ||before||_F``.
 
@@ -123,14 +125,19 @@ def _open(path, model: str) -> SpeakerNet:
     net = SpeakerNet(load_config(folder / "config.yaml", check_paths=False)).eval()
     if not isinstance(net.frontend, SslFrontend):
         raise ValueError(f"{path}: expected a front-end wavlm or w2vbert, with hidden states")
-    checkpoint = source.checkpoint if model == "avg" else folder / f"models/model_{model}.pt"
+    checkpoint = source.checkpoint if model == "avg" else find_checkpoint(folder, model)
     load_checkpoint(net, checkpoint, head=False)
     return net
 
 
 def _drift(after: SpeakerNet, before: SpeakerNet) -> dict[str, list[float]]:
-    drift, modules = {}, dict(before.named_modules())
-    for name, layer in moe_layers(after).items():
+    mixtures, modules = moe_layers(after), dict(before.named_modules())
+    drift = {
+        slot.name: [_moved(slot.module, modules[slot.name])]
+        for slot in feed_forwards(after)
+        if slot.name.startswith("frontend.") and ".experts." not in slot.name
+    }
+    for name, layer in mixtures.items():
         was = modules[name]
         olds = was.experts if name in moe_layers(before) else [was] * len(layer.experts)
         drift[name] = [_moved(new, old) for new, old in zip(layer.experts, olds)]
@@ -220,7 +227,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--data", nargs="+", required=True, metavar="NAME=FOLDER", help="Kaldi folders")
     add("--sample", type=int, default=200, help="utterances of each, drawn [200]")
     add("--drop", type=int, default=20, help="of these, embedded without each expert [20]")
-    add("--model", default="avg", help="avg, or an epoch [avg]")
+    add("--model", default="avg", help="avg, best, or an epoch [avg]")
     add("--out", required=True, help="folder for experts.json and experts.svg")
 
 

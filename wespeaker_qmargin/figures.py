@@ -152,39 +152,44 @@ def experts_svg(report: dict) -> str:
     Args:
         report: of `experts.analyse`.
     """
-    names, layers = list(report["data"]), list(report["drift"])
-    heights = [2.6] + ([1.9, 0.4 * len(names) + 1.1] if layers else [])
+    names = list(report["data"])
+    mixed = any(found["experts"] for found in report["data"].values())
+    heights = [2.6, 1.9] + ([0.4 * len(names) + 1.1] if mixed else [])
     with _figure(9.0, sum(heights)) as (figure, buffer):
-        axes = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
+        axes = figure.subplots(len(heights), 1, height_ratios=heights)
         axes[0].set_title("Linear CKA of hidden states, before and after")
         for i, name in enumerate(names):
             axes[0].plot(report["data"][name]["cka"], label=_label(name), **_style(i))
         axes[0].set_xlabel("hidden state, 0: input of the first layer")
         axes[0].legend().set_zorder(5)
-        if layers:
-            _draw_experts(axes[1], axes[2], report)
+        _draw_drift(axes[1], list(report["drift"].values()))
+        if mixed:
+            _draw_load(axes[2], report["data"])
     return buffer.getvalue()
 
 
-def _draw_experts(drift, load, report: dict) -> None:
-    columns = [(i, j) for i, x in enumerate(report["drift"].values()) for j in range(len(x))]
-    ticks = [f"{i}.{j}" for i, j in columns]
-    drift.set_title("Change of each expert's weights, relative (mixture.expert)")
-    values = [value for moved in report["drift"].values() for value in moved]
-    drift.bar(range(len(columns)), values, color=[COLOURS[i % len(COLOURS)] for i, _ in columns])
-    drift.set_xticks(range(len(columns)), ticks)
-    rows = [
-        [value for layer in found["experts"].values() for value in layer["load"]]
-        for found in report["data"].values()
-    ]
-    load.set_title("Share of the choices of a mixture's tokens on each expert")
-    load.imshow(rows, cmap="cividis_r", vmin=0, vmax=1, aspect="auto")
-    for (row, column), value in np.ndenumerate(np.array(rows)):
+def _draw_drift(axes, drift: list[list[float]]) -> None:
+    axes.set_title("Change of the feed-forward weights, relative (module.expert)")
+    colours = [COLOURS[i % len(COLOURS)] for i, moved in enumerate(drift) for _ in moved]
+    axes.bar(range(len(colours)), [value for moved in drift for value in moved], color=colours)
+    axes.set_xticks(range(len(colours)), _places(drift))
+
+
+def _draw_load(axes, data: dict) -> None:
+    loads = {name: [x["load"] for x in found["experts"].values()] for name, found in data.items()}
+    rows = np.array([[value for layer in layers for value in layer] for layers in loads.values()])
+    axes.set_title("Share of a mixture's choices that falls on each expert (mixture.expert)")
+    axes.imshow(rows, cmap="cividis_r", vmin=0, vmax=1, aspect="auto")
+    for (row, column), value in np.ndenumerate(rows):
         colour = "white" if value > 0.5 else "black"
-        load.text(column, row, f"{value:.2f}", ha="center", va="center", color=colour, fontsize=8)
-    load.set_xticks(range(len(columns)), ticks)
-    load.set_yticks(range(len(rows)), list(report["data"]))
-    load.grid(False)
+        axes.text(column, row, f"{value:.2f}", ha="center", va="center", color=colour, fontsize=8)
+    axes.set_xticks(range(rows.shape[1]), _places(next(iter(loads.values()))))
+    axes.set_yticks(range(len(rows)), list(loads))
+    axes.grid(False)
+
+
+def _places(layers: list[list[float]]) -> list[str]:
+    return [f"{i}.{j}" for i, layer in enumerate(layers) for j in range(len(layer))]
 
 
 def _draw_cells(axes, values: np.ndarray, norm) -> None:
