@@ -104,7 +104,7 @@ def test_number_in_exponent_form_is_a_number(tiny):
         ("--projection_args.scal 3", "projection_args.scal: not an option of q_margin"),
         ("--dataset_args.fbank_args.mels 80", "fbank_args.mels: not an argument of fbank"),
         ("--dataset_args.filter_args.min 80", "filter_args.min"),
-        ("--margin_update.final_margin null", "margin_update.final_margin: expected a number"),
+        ("--margin_update.final_margin null", "margin_update.final_margin: missing"),
         ("--margin_update.fix_start_epoch null", "margin_update.fix_start_epoch: missing"),
         ("--optimizer_args.momentum [1]", "optimizer_args.momentum: expected a number, got"),
         ("--gpus [a]", "gpus: expected GPU numbers"),
