@@ -156,10 +156,14 @@ def experts_svg(report: dict) -> str:
     mixed = any(found["experts"] for found in report["data"].values())
     heights = [2.6, 1.9] + ([0.4 * len(names) + 1.1] if mixed else [])
     with _figure(9.0, sum(heights)) as (figure, buffer):
+        figure.get_layout_engine().set(hspace=0.08)
         axes = figure.subplots(len(heights), 1, height_ratios=heights)
         axes[0].set_title("Linear CKA of hidden states, before and after")
         for i, name in enumerate(names):
             axes[0].plot(report["data"][name]["cka"], label=_label(name), **_style(i))
+        similar = [value for found in report["data"].values() for value in found["cka"]]
+        axes[0].set_ylim(math.floor(10 * min(0.9, *similar)) / 10, 1.01)
+        axes[0].set_xticks(range(len(report["data"][names[0]]["cka"])))
         axes[0].set_xlabel("hidden state, 0: input of the first layer")
         axes[0].legend().set_zorder(5)
         _draw_drift(axes[1], list(report["drift"].values()))
