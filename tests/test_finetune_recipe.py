@@ -107,7 +107,7 @@ def test_help_and_unknown_starts(folder, tmp_path):  # noqa: F811
 
 def test_configs_load(local):
     paths = sorted((ROOT / "conf" / "finetune").glob("*.yaml"))
-    assert len(paths) == 3
+    assert len(paths) == 4
     for path in paths:
         if "model" not in read_config(path):  # laid over that of the checkpoint
             assert read_config(path)["scheduler_args"]["initial_lr"] < 1e-3
