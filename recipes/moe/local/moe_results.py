@@ -14,7 +14,9 @@ from pathlib import Path
 
 import moe_study
 import numpy as np
-from degrade import HELD_OUT, KINDS
+import torch
+from degrade import HELD_OUT, KINDS, RATE
+from torch.utils.flop_counter import FlopCounterMode
 
 from wespeaker_qmargin.compare import compare
 from wespeaker_qmargin.config import load_config
@@ -113,8 +115,9 @@ def _measured(scores: Scores, fit: np.ndarray, test: np.ndarray) -> tuple[float,
 
 
 def sizes(study: Study, cells: dict[str, list[Path]]) -> str:
-    """Return parameters, those that were trained, and the seconds of the training."""
-    rows = [["", "parameters", "trained", "learning rate", "minutes"], ["---"] * 5]
+    """Return parameters, those that were trained, flops of an embedding, minutes of training."""
+    header = ["", "parameters", "trained", "Mflop / s of speech", "learning rate", "minutes"]
+    rows = [header, ["---"] * len(header)]
     rates = moe_study.best_rates(study.exp_dir.parent)
     for name, folders in cells.items():
         config = load_config(folders[0] / "config.yaml", check_paths=False)
@@ -123,9 +126,18 @@ def sizes(study: Study, cells: dict[str, list[Path]]) -> str:
         counts = [p.numel() for p in net.parameters()]
         trained = _trained(net, config) if frozen else sum(counts)
         minutes = [_minutes(folder) for folder in folders]
-        row = [f"{sum(counts):,}", f"{trained:,}", f"{rates[name]:g}", f"{np.mean(minutes):.1f}"]
-        rows.append([name, *row])
-    return f"### Parameters (without the head) and time\n\n{_table(rows)}"
+        sizes = [f"{sum(counts):,}", f"{trained:,}", f"{_mflop_per_s(net.eval()):.1f}"]
+        rows.append([name, *sizes, f"{rates[name]:g}", f"{np.mean(minutes):.1f}"])
+    return f"### Parameters and flops (without the head), time\n\n{_table(rows)}"
+
+
+@torch.no_grad()
+def _mflop_per_s(net: SpeakerNet, seconds: float = 2.0) -> float:
+    """Matrix products and convolutions, those of the experts that are chosen."""
+    wav = 0.1 * torch.randn(1, round(seconds * RATE), generator=torch.Generator().manual_seed(0))
+    with FlopCounterMode(display=False) as counter:
+        net.embed(wav)
+    return counter.get_total_flops() / seconds / 1e6
 
 
 def _trained(net: SpeakerNet, config) -> int:
