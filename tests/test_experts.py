@@ -95,7 +95,7 @@ def test_bad_input(adapted, corpus, tmp_path, capsys):
     dense, tuned = adapted
     for words, message in (
         (["--data", "x"], "expected NAME=FOLDER, found 'x'"),
-        (["--data", f"x={corpus}", "--from", str(tmp_path / "none")], "no such file or folder"),
+        (["--data", f"x={corpus}", "--from", str(tmp_path / "none")], "no such config file"),
     ):
         common = ["--exp_dir", str(tuned), "--from", str(dense), "--out", str(tmp_path)]
         assert main(["experts", *common, *words]) == 1

@@ -24,6 +24,7 @@ LAYERS = [
     "features",
     "ssl_weights",
     "wavlm_original",
+    "router",
     "moe",
     "upcycle",
     "frontend",

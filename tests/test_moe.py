@@ -13,12 +13,13 @@ import torch
 from conftest import ROOT
 from torch import nn
 
-from wespeaker_qmargin import experiment, moe
+from wespeaker_qmargin import experiment, moe, router
 from wespeaker_qmargin.checkpoints import average_epochs, read_checkpoint
 from wespeaker_qmargin.cli import main
 from wespeaker_qmargin.config import load_config
 from wespeaker_qmargin.model import SpeakerNet, load_checkpoint
 from wespeaker_qmargin.moe import MoEFeedForward, moe_layers, take_router_loss
+from wespeaker_qmargin.router import MoEOptions
 from wespeaker_qmargin.schedule import parameter_groups
 from wespeaker_qmargin.train import train
 from wespeaker_qmargin.upcycle import feed_forwards, fit_experts, upcycle
@@ -42,10 +43,11 @@ class Ffn(nn.Module):
 
 def make(experts=3, same=False, **options) -> MoEFeedForward:
     torch.manual_seed(0)
-    first = Ffn()
-    layer = MoEFeedForward(
-        [copy.deepcopy(first) if same else Ffn() for _ in range(experts)], DIM, **options
-    )
+    options = {"top_k": min(2, experts), **options}
+    layer = MoEFeedForward(Ffn(), DIM, MoEOptions(experts=experts, **options))
+    for expert in () if same else layer.experts:
+        expert.fc1.reset_parameters()
+        expert.fc2.reset_parameters()
     nn.init.normal_(layer.router.weight)
     return layer
 
@@ -55,14 +57,14 @@ def naive(layer: MoEFeedForward, x):
     y = torch.zeros_like(x)
     for t, row in enumerate(x):
         logits = layer.router.weight @ row
-        order = sorted(range(len(logits)), key=lambda n: -logits[n].item())[: layer.top_k]
-        gates = logits[order] if layer.gates == "logits" else logits[order].softmax(0)
+        order = sorted(range(len(logits)), key=lambda n: -logits[n].item())[: layer.options.top_k]
+        gates = logits[order] if layer.options.gates == "logits" else logits[order].softmax(0)
         for gate, n in zip(gates, order):
             y[t] = y[t] + gate * layer.experts[n](row[None])[0]
     return y
 
 
-@pytest.mark.parametrize("gates", moe.GATES)
+@pytest.mark.parametrize("gates", router.GATES)
 @pytest.mark.parametrize("experts, top_k", [(1, 1), (2, 1), (3, 2), (4, 2), (4, 4)])
 def test_grouped_is_the_naive_loop(experts, top_k, gates):
     layer = make(experts, top_k=top_k, gates=gates).double()
@@ -103,7 +105,7 @@ def test_raw_logits_as_gates_change_the_function():
     assert (layer(x) - layer.experts[0](x)).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("form", moe.ROUTER_LOSSES)
+@pytest.mark.parametrize("form", router.ROUTER_LOSSES)
 def test_gradients_of_router_and_losses(form):
     layer = make(3, losses=form, z_loss=0.7, balance_loss=0.3).double().train()
     torch.manual_seed(1)
@@ -122,19 +124,19 @@ def test_balance_at_uniform_load_and_at_collapse(experts, top_k):
     sets = list(itertools.combinations(range(experts), top_k))  # every expert equally often
     chosen = torch.tensor(sets)
     uniform = torch.full((len(sets), experts), 1 / experts)
-    assert moe.facemoe_balance(uniform, chosen).item() == pytest.approx(top_k)
-    assert moe.switch_balance(uniform, chosen).item() == pytest.approx(1)
+    assert router.facemoe_balance(uniform, chosen).item() == pytest.approx(top_k)
+    assert router.switch_balance(uniform, chosen).item() == pytest.approx(1)
     one = nn.functional.one_hot(torch.zeros(len(sets), dtype=torch.long), experts).float()
     first = torch.arange(top_k).expand(len(sets), -1)
-    assert moe.facemoe_balance(one, first).item() == pytest.approx(experts)
-    assert moe.switch_balance(one, first).item() == pytest.approx(experts / top_k)
+    assert router.facemoe_balance(one, first).item() == pytest.approx(experts)
+    assert router.switch_balance(one, first).item() == pytest.approx(experts / top_k)
 
 
 def test_z_losses():
     logits = torch.tensor([[1.0, -2.0], [0.0, 3.0]])
-    assert moe.mean_square(logits).item() == pytest.approx((1 + 4 + 0 + 9) / 4)
+    assert router.mean_square(logits).item() == pytest.approx((1 + 4 + 0 + 9) / 4)
     expected = (logits.exp().sum(1).log() ** 2).mean()
-    assert moe.mean_logsumexp_square(logits).item() == pytest.approx(expected.item())
+    assert router.mean_logsumexp_square(logits).item() == pytest.approx(expected.item())
 
 
 def test_padding_is_in_no_loss_and_no_count():
@@ -155,7 +157,7 @@ def test_padding_is_in_no_loss_and_no_count():
     assert counted.importance.sum().item() == pytest.approx(1)
 
 
-@pytest.mark.parametrize("form", moe.ROUTER_LOSSES)
+@pytest.mark.parametrize("form", router.ROUTER_LOSSES)
 def test_a_mask_of_all_padding_and_one_token(form):
     layer = make(3, losses=form).train()
     layer.valid = torch.zeros(2, 5).bool()
@@ -531,7 +533,7 @@ def test_a_collapse_is_told_once(tiny_ssl, tmp_path, caplog):
 @pytest.mark.parametrize(
     "moe_args, message",
     [
-        ("{expert: 3}", "wavlm_args.moe.expert: not an argument of upcycle"),
+        ("{expert: 3}", "wavlm_args.moe.expert: not an argument of MoEOptions"),
         ("{experts: 2, top_k: 3}", "moe.top_k: 3 of 2 experts"),
         ("{layers: [7]}", r"layers: .* got \[7\]"),
     ],
@@ -566,7 +568,7 @@ from wespeaker_qmargin.model import SpeakerNet
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-words = ["--dataset_args.wavlm_args.moe", "{experts: 4, top_k: 1}"]
+words = ["--dataset_args.wavlm_args.moe", "{experts: 4, top_k: 1, balance_loss: 0}"]
 torch.manual_seed(0)
 net = SpeakerNet(load_config(sys.argv[1], words), 8).eval()
 net.frontend.encoder.config.mask_time_prob = 0.0
@@ -574,7 +576,6 @@ for layer in net.modules():
     if hasattr(layer, "router"):
         layer.train()
         layer.experts.eval()
-        layer.balance_weight = 0.0  # it is of a rank's own tokens
 wavs, labels = torch.randn(4, 8000), torch.tensor([0, 1, 2, 3])
 mine = slice(2 * rank, 2 * rank + 2)
 alone = copy.deepcopy(net)

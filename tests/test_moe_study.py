@@ -21,7 +21,7 @@ from wespeaker_qmargin.upcycle import feed_forwards, replace_feed_forwards
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("peft")
 LOCAL = ROOT / "recipes" / "moe" / "local"
-sys.path.insert(0, str(LOCAL))
+sys.path[:0] = [str(LOCAL), str(ROOT / "recipes" / "mini" / "local")]
 
 import degrade  # noqa: E402
 import make_encoder  # noqa: E402

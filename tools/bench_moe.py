@@ -16,6 +16,7 @@ from torch import nn
 
 from wespeaker_qmargin.moe import MoEFeedForward
 from wespeaker_qmargin.provenance import provenance
+from wespeaker_qmargin.router import MoEOptions
 
 
 def feed_forward(dim: int, hidden: int) -> nn.Module:
@@ -24,7 +25,7 @@ def feed_forward(dim: int, hidden: int) -> nn.Module:
 
 def naive(layer: MoEFeedForward, tokens):
     """Every expert of every token."""
-    top = (tokens @ layer.router.weight.T).topk(layer.top_k)
+    top = (tokens @ layer.router.weight.T).topk(layer.options.top_k)
     gates = torch.zeros(len(tokens), len(layer.experts))
     gates = gates.scatter(1, top.indices, top.values.softmax(dim=1))
     return sum(gates[:, n, None] * expert(tokens) for n, expert in enumerate(layer.experts))
@@ -65,9 +66,8 @@ def main() -> None:
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for dim in args.dims:
         tokens = torch.randn(args.tokens, dim, requires_grad=True)
-        layer = MoEFeedForward(
-            [feed_forward(dim, 4 * dim) for _ in range(args.experts)], dim, top_k=args.top_k
-        ).eval()
+        options = MoEOptions(experts=args.experts, top_k=args.top_k)
+        layer = MoEFeedForward(feed_forward(dim, 4 * dim), dim, options).eval()
         forwards = {
             "dense": feed_forward(dim, 4 * dim),
             "equal": feed_forward(dim, 4 * dim * args.top_k),

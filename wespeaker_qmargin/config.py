@@ -295,6 +295,11 @@ def _gpu_list(key: str, value) -> list[int]:
     return value
 
 
+def with_defaults(content: dict) -> dict:
+    """Return what `to_dict` gave in an older version with the keys that are new since."""
+    return to_dict(_build(Config, content, ""))
+
+
 def to_dict(config: Config) -> dict:
     """Return the configuration as WeSpeaker's YAML would hold it."""
     return dataclasses.asdict(config)

@@ -12,7 +12,7 @@ from wespeaker_qmargin.head import QMarginProduct
 from wespeaker_qmargin.imported import constructor_arguments
 from wespeaker_qmargin.lazy_sgd import LazySGD
 from wespeaker_qmargin.ramps import alpha_ramp, scale_ramp
-from wespeaker_qmargin.upcycle import upcycle
+from wespeaker_qmargin.router import MoEOptions
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +65,8 @@ _GIVEN = {
     "dataset_args.filter_args": (),
     "dataset_args.wave_args": ("sample_rate",),
     "dataset_args.wavlm_args": ("sample_rate",),
-    "dataset_args.wavlm_args.moe": ("encoder",),
-    "dataset_args.w2vbert_args.moe": ("encoder",),
+    "dataset_args.wavlm_args.moe": (),
+    "dataset_args.w2vbert_args.moe": (),
     "dataset_args.w2vbert_args": ("sample_rate",),
     "model_args": (),
     "loss_args": (),
@@ -119,7 +119,8 @@ def _check_callables(config) -> None:
         arguments = getattr(dataset_args, section) or {}
         _check_kwargs(f"dataset_args.{section}", adapter.get_frontend(name), arguments)
         if arguments.get("moe"):
-            _check_kwargs(f"dataset_args.{section}.moe", upcycle, arguments["moe"])
+            _check_kwargs(f"dataset_args.{section}.moe", MoEOptions, arguments["moe"])
+            MoEOptions(**arguments["moe"])
         if dataset_args.cmvn or dataset_args.spec_aug:
             raise ValueError(
                 f"dataset_args: frontend {name} gives no filter banks: set cmvn and spec_aug to "

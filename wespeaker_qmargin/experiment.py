@@ -18,7 +18,7 @@ from accelerate.utils import gather_object
 from wespeaker_qmargin import resume
 from wespeaker_qmargin.augment import AudioSource, Augmenter
 from wespeaker_qmargin.checkpoints import checkpoint_epoch
-from wespeaker_qmargin.config import Config, make_config, save_config, to_dict
+from wespeaker_qmargin.config import Config, save_config, to_dict, with_defaults
 from wespeaker_qmargin.data import TrainSet, train_loader
 from wespeaker_qmargin.files import write_text
 from wespeaker_qmargin.head import QMarginProduct
@@ -298,10 +298,8 @@ class Experiment:
         resume.save_state(self.exp_dir, state)
 
     def _restore(self, state: dict) -> None:
-        # a state of an older version: keys that it did not know stand at their defaults
-        saved = to_dict(make_config(state["config"], check_paths=False))
         resume.check_same_run(
-            state | {"config": saved},
+            state | {"config": with_defaults(state["config"])},
             config=to_dict(self.config),
             step_batch=self.step_batch,
             speakers=list(self.labels),

@@ -16,16 +16,14 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from wespeaker_qmargin.audio import Utterance
-from wespeaker_qmargin.checkpoints import find_checkpoint
-from wespeaker_qmargin.config import load_config
 from wespeaker_qmargin.data import WholeSet
+from wespeaker_qmargin.extract import open_experiment
 from wespeaker_qmargin.figures import experts_svg
 from wespeaker_qmargin.files import write_text
 from wespeaker_qmargin.frontend import SAMPLE_RATE, SslFrontend
 from wespeaker_qmargin.lists import read_utterances
-from wespeaker_qmargin.model import SpeakerNet, load_checkpoint
+from wespeaker_qmargin.model import SpeakerNet
 from wespeaker_qmargin.moe import UsageCounter, moe_layers, without_expert
-from wespeaker_qmargin.transfer import find_source
 from wespeaker_qmargin.upcycle import feed_forwards
 
 logger = logging.getLogger(__name__)
@@ -94,7 +92,7 @@ def analyse(
 
     Args:
         exp_dir: an experiment with a WavLM or w2v-BERT front-end.
-        before: experiment or model folder with its config.yaml: what it started from.
+        before: the experiment that it started from.
         data: name -> utterances; each is embedded whole by both.
         model: checkpoint of ``exp_dir``: avg, best, an epoch.
         drop: utterances of each set that are embedded again without each expert; 0: none.
@@ -117,16 +115,10 @@ def analyse(
     return {"drift": _drift(after, old), "data": found}
 
 
-def _open(path, model: str) -> SpeakerNet:
-    source = find_source(path)
-    if source.config is None:
-        raise ValueError(f"{path}: no config.yaml beside {source.checkpoint}")
-    folder = next(x for x in source.checkpoint.parents if (x / "config.yaml").is_file())
-    net = SpeakerNet(load_config(folder / "config.yaml", check_paths=False)).eval()
+def _open(exp_dir, model: str) -> SpeakerNet:
+    net = open_experiment(exp_dir, model)
     if not isinstance(net.frontend, SslFrontend):
-        raise ValueError(f"{path}: expected a front-end wavlm or w2vbert, with hidden states")
-    checkpoint = source.checkpoint if model == "avg" else find_checkpoint(folder, model)
-    load_checkpoint(net, checkpoint, head=False)
+        raise ValueError(f"{exp_dir}: expected a front-end wavlm or w2vbert, with hidden states")
     return net
 
 
@@ -223,7 +215,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add = parser.add_argument
     add("--exp_dir", required=True, help="experiment with a wavlm or w2vbert front-end")
-    add("--from", dest="before", required=True, help="what it was adapted from")
+    add("--from", dest="before", required=True, help="experiment it was adapted from")
     add("--data", nargs="+", required=True, metavar="NAME=FOLDER", help="Kaldi folders")
     add("--sample", type=int, default=200, help="utterances of each, drawn [200]")
     add("--drop", type=int, default=20, help="of these, embedded without each expert [20]")

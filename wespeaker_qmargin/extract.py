@@ -109,6 +109,23 @@ def _finish(out_dir: Path, lines: list[str], problems: list[str]) -> None:
         bad.unlink(missing_ok=True)
 
 
+def open_experiment(exp_dir, which: str = "avg") -> SpeakerNet:
+    """Return the network of an experiment, in evaluation, without its head.
+
+    Args:
+        exp_dir: has config.yaml and models/.
+        which: ``avg``, ``best``, an epoch number, a path, or ``untrained``: the network as the
+            config's seed initialises it, for a floor to compare with.
+    """
+    config = load_config(Path(exp_dir) / "config.yaml", check_paths=False)
+    checkpoint = None if which == "untrained" else find_checkpoint(exp_dir, which)
+    torch.manual_seed(config.seed)
+    net = SpeakerNet(config)
+    if checkpoint is not None:
+        load_checkpoint(net, checkpoint, head=False)
+    return net.eval()
+
+
 def extract_experiment(
     exp_dir,
     *,
@@ -124,19 +141,12 @@ def extract_experiment(
     """Extract with a checkpoint of an experiment, as its config.yaml says; return the scp's path.
 
     Args:
-        exp_dir: has config.yaml and models/.
+        exp_dir, which: see ``open_experiment``.
         data_type, data: see ``lists.read_utterances``.
         out_dir: see ``extract``.
-        which: ``avg``, ``best``, an epoch number, a path, or ``untrained``: the network as the
-            config's seed initialises it, for a floor to compare with.
     """
-    config = load_config(Path(exp_dir) / "config.yaml", check_paths=False)
-    checkpoint = None if which == "untrained" else find_checkpoint(exp_dir, which)
     utterances = read_utterances(data_type, data, allow_pipes=allow_pipes)
-    torch.manual_seed(config.seed)
-    net = SpeakerNet(config)
-    if checkpoint is not None:
-        load_checkpoint(net, checkpoint, head=False)
+    net = open_experiment(exp_dir, which)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":

@@ -3,69 +3,18 @@
 T tokens of size D, N experts, k of them a token; r = W x the router's logits (T, N), p = softmax r.
 """
 
+import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-GATES = ("softmax", "logits")
+from wespeaker_qmargin.router import ROUTER_LOSSES, MoEOptions
+
 COLLAPSED = 0.1  # of an even load
-
-
-def mean_square(logits: Tensor) -> Tensor:
-    """FaceMoE's z loss, ``mean_tn r_tn^2`` of logits (T, N); 0 for no token.
-
-    Reference: "FaceMoE", ECCV 2026, arXiv 2606.32040.
-    """
-    return logits.square().sum() / max(logits.numel(), 1)
-
-
-def mean_logsumexp_square(logits: Tensor) -> Tensor:
-    """ST-MoE's z loss, ``mean_t (log sum_n exp r_tn)^2`` of logits (T, N); 0 for no token.
-
-    Reference: Zoph et al. 2022, "ST-MoE", equation 5.
-    """
-    return logits.logsumexp(dim=1).square().sum() / max(len(logits), 1)
-
-
-def facemoe_balance(probabilities: Tensor, chosen: Tensor) -> Tensor:
-    """``N / T^2 sum_n (sum_t p_tn) (sum_t 1[n in top-k of t])``: k at uniform load, at most N.
-
-    Args:
-        probabilities: p, (T, N).
-        chosen: (T, k) indices of the experts.
-
-    Reference: "FaceMoE", ECCV 2026, arXiv 2606.32040; T is its B T.
-    """
-    tokens, experts = probabilities.shape
-    load = torch.bincount(chosen.flatten(), minlength=experts)
-    return experts * (probabilities.sum(dim=0) * load).sum() / max(tokens, 1) ** 2
-
-
-def switch_balance(probabilities: Tensor, chosen: Tensor) -> Tensor:
-    """``N sum_n f_n P_n``: f_n the share of all choices that fell on n, P_n its mean p; 1 if even.
-
-    Reference: Fedus et al. 2022, "Switch transformers", equation 4, with k choices a token.
-    """
-    return facemoe_balance(probabilities, chosen) / chosen.shape[1]
-
-
-class RouterLosses(NamedTuple):
-    """A z loss of the logits and a balance loss, with the weights of their paper."""
-
-    z: Callable[[Tensor], Tensor]
-    balance: Callable[[Tensor, Tensor], Tensor]
-    z_weight: float
-    balance_weight: float
-
-
-ROUTER_LOSSES = {
-    "facemoe": RouterLosses(mean_square, facemoe_balance, 10.0, 10.0),
-    "switch": RouterLosses(mean_logsumexp_square, switch_balance, 1e-3, 1e-2),
-}
 
 
 class Usage(NamedTuple):
@@ -86,15 +35,8 @@ class MoEFeedForward(nn.Module):
     k = 1 its gate is 1, and it learns from its own losses alone.
 
     Args:
-        experts: modules (T, D) -> (T, D) that treat every token alone.
+        feed_forward: module (T, D) -> (T, D) that treats every token alone; the experts are copies.
         dim: D.
-        top_k: k, 1 to N.
-        gates: ``softmax`` over the selected; ``logits``: their raw logits, as the released code of
-            FaceMoE has it, which changes the function of an upcycled network.
-        losses: ``facemoe`` or ``switch``, of `ROUTER_LOSSES`.
-        z_loss, balance_loss: their weights >= 0; None: those of their paper.
-        jitter: in training the router's input is multiplied by U(1 - jitter, 1 + jitter).
-        reinit: share of the hidden units that `upcycle.draw_anew` draws for every expert.
 
     Attributes:
         valid: (B, T) which tokens are no padding, or None (all); set by `upcycle.watch_padding`.
@@ -102,52 +44,47 @@ class MoEFeedForward(nn.Module):
         loss: weighted router losses of the last forward in training, or None.
         observer: called at every forward with p (T, N) and the choices (T, k), or None.
 
-    Raises:
-        ValueError: an option out of range.
-
     References: Shazeer et al. 2017, "Outrageously large neural networks"; "FaceMoE", ECCV 2026,
     arXiv 2606.32040.
     """
 
-    def __init__(
-        self,
-        experts: Sequence[nn.Module],
-        dim: int,
-        *,
-        top_k: int = 2,
-        gates: str = "softmax",
-        losses: str = "facemoe",
-        z_loss: float | None = None,
-        balance_loss: float | None = None,
-        jitter: float = 0.0,
-        reinit: float = 0.0,
-    ):
+    def __init__(self, feed_forward: nn.Module, dim: int, options: MoEOptions):
         super().__init__()
-        check_options(len(experts), top_k, gates, losses, z_loss, balance_loss, jitter, reinit)
-        self.experts = nn.ModuleList(experts)
-        self.router = nn.Linear(dim, len(experts), bias=False)
+        self.experts = nn.ModuleList(copy.deepcopy(feed_forward) for _ in range(options.experts))
+        self.router = nn.Linear(dim, options.experts, bias=False)
         nn.init.normal_(self.router.weight, std=0.02)
-        self.top_k, self.gates, self.jitter, self.reinit = top_k, gates, jitter, reinit
-        self.losses = ROUTER_LOSSES[losses]
-        self.z_weight = self.losses.z_weight if z_loss is None else z_loss
-        self.balance_weight = self.losses.balance_weight if balance_loss is None else balance_loss
+        self.options, self.losses = options, ROUTER_LOSSES[options.losses]
         self.valid: Tensor | None = None
         self.loss: Tensor | None = None
-        self._dropped: int | None = None
         self.observer: Callable[[Tensor, Tensor], None] | None = None
+        self._dropped: int | None = None
+        self.draw_anew()
+
+    @torch.no_grad()
+    def draw_anew(self) -> None:
+        """Draw a share ``reinit`` of every expert's hidden units, each expert its own.
+
+        From normal distributions with the mean and deviation of the expert's two weights.
+        Reference: Nakamura et al. 2025, "Drop-upcycling".
+        """
+        for expert in self.experts if self.options.reinit else ():
+            first, last = (x for x in expert.children() if isinstance(x, nn.Linear))
+            hidden = first.out_features
+            drawn = torch.randperm(hidden)[: round(self.options.reinit * hidden)]
+            units = drawn.to(first.weight.device)
+            for weight in (first.weight, last.weight.T):
+                mean, deviation = weight.mean().item(), weight.std().item()
+                weight[units] = torch.empty_like(weight[units]).normal_(mean, deviation)
 
     def extra_repr(self) -> str:
-        return (
-            f"experts={len(self.experts)}, top_k={self.top_k}, gates={self.gates}, "
-            f"z_loss={self.z_weight:g}, balance_loss={self.balance_weight:g}, jitter={self.jitter}"
-        )
+        return str(self.options)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return (..., D) for (..., D)."""
         tokens = hidden.reshape(-1, hidden.shape[-1])
         logits = self._logits(tokens)
-        top = logits.topk(min(self.top_k, len(self.experts) - (self._dropped is not None)))
-        gates = top.values if self.gates == "logits" else top.values.softmax(dim=1)
+        top = logits.topk(min(self.options.top_k, len(self.experts) - (self._dropped is not None)))
+        gates = top.values if self.options.gates == "logits" else top.values.softmax(dim=1)
         self._observe(logits, top.indices, hidden.shape[:-1])
         traced = torch.jit.is_tracing() or torch.compiler.is_compiling()
         mix = self._mix_all if traced else self._mix_groups
@@ -156,10 +93,9 @@ class MoEFeedForward(nn.Module):
     def _logits(self, tokens: Tensor) -> Tensor:
         with torch.autocast(tokens.device.type, enabled=False):
             tokens = tokens.float() if tokens.dtype != torch.float64 else tokens
-            if self.training and self.jitter:
-                tokens = tokens * torch.empty_like(tokens).uniform_(
-                    1 - self.jitter, 1 + self.jitter
-                )
+            jitter = self.options.jitter
+            if self.training and jitter:
+                tokens = tokens * torch.empty_like(tokens).uniform_(1 - jitter, 1 + jitter)
             logits = nn.functional.linear(tokens, self.router.weight.to(tokens.dtype))
         if self._dropped is not None:
             dropped = torch.tensor([self._dropped], device=logits.device)
@@ -194,28 +130,9 @@ class MoEFeedForward(nn.Module):
             logits, chosen = logits[valid], chosen[valid]
         probabilities = logits.softmax(dim=1)
         if self.training:
-            self.loss = self.z_weight * self.losses.z(logits)
-            self.loss = self.loss + self.balance_weight * self.losses.balance(probabilities, chosen)
+            self.loss = self.losses.total(logits, probabilities, chosen, self.options)
         if self.observer is not None:
             self.observer(probabilities.detach(), chosen)
-
-
-def check_options(experts, top_k, gates, losses, z_loss, balance_loss, jitter, reinit) -> None:
-    """Raise ValueError for an option of `MoEFeedForward` that is out of range."""
-    for name, value in (("experts", experts), ("top_k", top_k)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"moe.{name}: expected a number >= 1, got {value!r}")
-    if top_k > experts:
-        raise ValueError(f"moe.top_k: {top_k} of {experts} experts; expected 1 to {experts}")
-    for name, value, known in (("gates", gates, GATES), ("losses", losses, ROUTER_LOSSES)):
-        if value not in known:
-            raise ValueError(f"moe.{name}: expected {' or '.join(known)}, got {value!r}")
-    for name, value in (("z_loss", z_loss), ("balance_loss", balance_loss)):
-        if value is not None and not (isinstance(value, int | float) and value >= 0):
-            raise ValueError(f"moe.{name}: expected a number >= 0, got {value!r}")
-    for name, value in (("jitter", jitter), ("reinit", reinit)):
-        if not (isinstance(value, int | float) and 0 <= value < 1):
-            raise ValueError(f"moe.{name}: expected a number in [0, 1), got {value!r}")
 
 
 def moe_layers(net: nn.Module) -> dict[str, MoEFeedForward]:

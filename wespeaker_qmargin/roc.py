@@ -105,11 +105,11 @@ def eer(scores, is_target) -> float:
     return value
 
 
-def warn_if_inverted(eer: float, where: str = "") -> None:
-    """Log a warning where an EER (a fraction) is above 0.5."""
-    if eer > 0.5:
+def warn_if_inverted(rate: float, where: str = "") -> None:
+    """Log a warning where an EER, a fraction, is above 0.5."""
+    if rate > 0.5:
         logger.warning(
-            "%sEER %.2f %%: the scores look inverted (targets below others)", where, 100 * eer
+            "%sEER %.2f %%: the scores look inverted (targets below others)", where, 100 * rate
         )
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import itertools
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -129,6 +130,18 @@ def _cell(name: str, seed: int, content: dict, finetune: dict, folder: Path) -> 
             )
         finetune["from"] = str(folder / str(finetune["from"]).replace("{seed}", str(seed)))
     return Cell(name, seed, content, finetune)
+
+
+def held_out_eer(folder) -> float:
+    """Return the validation EER of a finished run, the mean over its last three epochs.
+
+    What a study chooses a learning rate by: ``valid_speakers`` must hold some out.
+    """
+    lines = (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    eers = [record["valid_eer"] for record in map(json.loads, lines) if "valid_eer" in record]
+    if not eers:
+        raise ValueError(f"{folder}: no validation EER; set valid_speakers")
+    return sum(eers[-3:]) / len(eers[-3:])
 
 
 def grid_cells(grid: dict) -> Iterator[tuple[str, dict]]:

@@ -31,7 +31,7 @@ from wespeaker_qmargin.prototypes import (
     num_speeds,
     row_names,
 )
-from wespeaker_qmargin.upcycle import draw_anew, fit_experts
+from wespeaker_qmargin.upcycle import fit_experts
 from wespeaker_qmargin.validate import training_utterances
 
 logger = logging.getLogger(__name__)
@@ -201,7 +201,7 @@ def transfer(
     fitting = {name: found[name] for name in report.loaded}
     net.load_state_dict(from_wespeaker(fitting), strict=False)
     for layer in upcycled:
-        draw_anew(layer)
+        layer.draw_anew()
     known, means = head_rows(found, source), {}
     taken = {name: known[name] for name in names if _fits(known.get(name), config)}
     missing = [name for name in names if name not in taken]

@@ -4,7 +4,6 @@ Found by structure, not by name: two linear layers D -> H -> D in one module. Th
 wav2vec 2.0, w2v-BERT (two in each layer), ViT and Swin of transformers.
 """
 
-import copy
 import inspect
 import logging
 import re
@@ -15,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from wespeaker_qmargin.imported import imported_class
-from wespeaker_qmargin.moe import MoEFeedForward, check_options, moe_layers
+from wespeaker_qmargin.moe import MoEFeedForward, moe_layers
+from wespeaker_qmargin.router import MoEOptions
 
 logger = logging.getLogger(__name__)
 
@@ -49,27 +49,11 @@ def feed_forwards(encoder: nn.Module) -> list[FeedForward]:
     return found
 
 
-def upcycle(
-    encoder: nn.Module,
-    *,
-    experts: int = 3,
-    top_k: int = 2,
-    layers: str | Sequence[int] = "all",
-    gates: str = "softmax",
-    losses: str = "facemoe",
-    z_loss: float | None = None,
-    balance_loss: float | None = None,
-    jitter: float = 0.0,
-    reinit: float = 0.0,
-) -> list[str]:
+def upcycle(encoder: nn.Module, **options) -> list[str]:
     """Replace feed-forward modules of ``encoder`` by mixtures of copies of them, in place.
 
     Args:
-        experts, top_k: N and k; more than four experts are warned of.
-        layers: ``all``, ``lastM``, or the indices of blocks from 0.
-        gates, losses, z_loss, balance_loss, jitter: of `moe.MoEFeedForward`.
-        reinit: share in [0, 1) of the hidden units that every expert draws anew (`draw_anew`), as
-            equal experts give the router no gradient of the task; 0 keeps the encoder's function.
+        options: of `router.MoEOptions`; more than four experts are warned of.
 
     Returns:
         The names of the modules that were replaced.
@@ -77,20 +61,16 @@ def upcycle(
     Raises:
         ValueError: an option out of range, an encoder without such modules, or with experts.
 
-    References: Komatsuzaki et al. 2023, "Sparse upcycling"; Nakamura et al. 2025, "Drop-upcycling".
+    Reference: Komatsuzaki et al. 2023, "Sparse upcycling".
     """
-    check_options(experts, top_k, gates, losses, z_loss, balance_loss, jitter, reinit)
+    made = MoEOptions(**options)
     if moe_layers(encoder):
         raise ValueError("this encoder has experts already: upcycle a dense one")
-    chosen = _chosen(feed_forwards(encoder), layers, type(encoder).__name__)
-    if experts > _MANY:
-        logger.warning("moe.experts: %d; in FaceMoE 8 collapsed, 3 were best", experts)
-    options = {"top_k": top_k, "gates": gates, "losses": losses, "z_loss": z_loss}
-    options |= {"balance_loss": balance_loss, "jitter": jitter, "reinit": reinit}
+    chosen = _chosen(feed_forwards(encoder), made.layers, type(encoder).__name__)
+    if made.experts > _MANY:
+        logger.warning("moe.experts: %d; in FaceMoE 8 collapsed, 3 were best", made.experts)
     for slot in chosen:
-        copies = [copy.deepcopy(slot.module) for _ in range(experts)]
-        layer = MoEFeedForward(copies, slot.dim, **options)
-        draw_anew(layer)
+        layer = MoEFeedForward(slot.module, slot.dim, made)
         layer.router.to(next(slot.module.parameters()).device)
         encoder.set_submodule(slot.name, layer.train(slot.module.training))
     watch_padding(encoder)
@@ -107,7 +87,7 @@ def replace_feed_forwards(
 
     Args:
         module: ``package.module:Class``; to be trusted as a program is.
-        layers: of `upcycle`.
+        layers: of `router.MoEOptions`.
 
     Returns:
         The names of the modules that were replaced.
@@ -147,21 +127,6 @@ def _chosen(found: list[FeedForward], layers, kind: str) -> list[FeedForward]:
             f"layers: expected all, lastM or a list of blocks in 0 ... {count - 1}, got {layers!r}"
         )
     return [slot for slot in found if slot.block in wanted]
-
-
-@torch.no_grad()
-def draw_anew(layer: MoEFeedForward) -> None:
-    """Draw a share ``layer.reinit`` of every expert's hidden units, each expert its own.
-
-    From normal distributions with the mean and deviation of the expert's two weights.
-    """
-    for expert in layer.experts if layer.reinit else ():
-        first, last = (x for x in expert.children() if isinstance(x, nn.Linear))
-        hidden = first.out_features
-        units = torch.randperm(hidden)[: round(layer.reinit * hidden)].to(first.weight.device)
-        for weight in (first.weight, last.weight.T):
-            mean, deviation = weight.mean().item(), weight.std().item()
-            weight[units] = torch.empty_like(weight[units]).normal_(mean, deviation)
 
 
 def watch_padding(encoder: nn.Module) -> None:

@@ -31,7 +31,7 @@ class WavLMFrontend(SslFrontend):
             below, so L stays; its gradient is 0. The first layer is never skipped.
         gradient_checkpointing: compute every layer again in the backward pass instead of keeping
             its activations.
-        moe: options of `upcycle.upcycle`: its feed-forward modules become mixtures of experts.
+        moe: `router.MoEOptions`: its feed-forward modules become mixtures of experts.
         feed_forward: options of `upcycle.replace_feed_forwards`: another module in their place.
         normalize: give waves mean 0 and variance 1; None: as the checkpoint says.
         sample_rate: of the waves, 16000 Hz.

@@ -39,7 +39,8 @@ source "$root/tools/setup.sh" ssl
 local="$root/recipes/moe/local"
 data=${data:-$root/../shared/minivox}
 work=${work:-$root/recipes/moe/exp/study}
-export PYTHONPATH="$local${PYTHONPATH:+:$PYTHONPATH}"
+# far_field and the cells of tables are the other study's
+export PYTHONPATH="$local:$root/recipes/mini/local${PYTHONPATH:+:$PYTHONPATH}"
 mkdir -p "$work"
 work=$(cd "$work" && pwd)
 

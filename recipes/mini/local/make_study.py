@@ -8,13 +8,13 @@ long as the others, one three times as long.
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
 import yaml
 
 from wespeaker_qmargin.files import write_text
+from wespeaker_qmargin.study import held_out_eer
 
 EXAMPLE = """example:
   python recipes/mini/local/make_study.py recipes/mini/exp/study heads
@@ -72,15 +72,11 @@ def best_rates(work: Path) -> dict[str, float]:
     """
     best = {}
     for head in HEADS:
-        eers = {value: _held_out(work / "tune" / f"{head}_lr{value:g}/seed_0") for value in RATES}
+        eers = {
+            value: held_out_eer(work / "tune" / f"{head}_lr{value:g}/seed_0") for value in RATES
+        }
         best[head] = min(eers, key=eers.get)
     return best
-
-
-def _held_out(folder: Path) -> float:
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    eers = [record["valid_eer"] for record in map(json.loads, lines) if "valid_eer" in record]
-    return sum(eers[-3:]) / 3
 
 
 def heads(work: Path) -> dict:

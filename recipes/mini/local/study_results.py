@@ -66,23 +66,25 @@ def tables(study: Study, part: str, work: Path, *, replicates: int) -> str:
             for name in LISTS
         }
         for x in (control, *others):
-            row = [_eer(measured[name]["systems"][x]["eer"]) for name in LISTS]
+            row = [eer_cell(measured[name]["systems"][x]["eer"]) for name in LISTS]
             rows.append([x, *row, _active(cells[x])])
         for x in others:
             differences = (measured[name]["differences"][f"{x} - {control}"] for name in LISTS)
-            rows.append([f"{x} - control", *(_difference(d["eer"]) for d in differences), ""])
+            rows.append([f"{x} - control", *(difference_cell(d["eer"]) for d in differences), ""])
         lines = (f"| {' | '.join(row)} |\n" for row in rows)
         sections.append(f"### {part}: control {control}\n\n{''.join(lines)}")
     return "\n".join(sections)
 
 
-def _eer(values: dict) -> str:
+def eer_cell(values: dict) -> str:
+    """Return an EER of ``compare`` in %: mean over the seeds, their deviation, the interval."""
     low, high = values["interval"] or (float("nan"),) * 2
     sd = "" if values["sd"] is None else f" ± {100 * values['sd']:.2f}"
     return f"{100 * values['mean']:.2f}{sd} [{100 * low:.2f}, {100 * high:.2f}]"
 
 
-def _difference(values: dict) -> str:
+def difference_cell(values: dict) -> str:
+    """Return a difference of ``compare`` in points of EER, its interval over seeds too, and p."""
     low, high = values["mixed_interval"] or values["interval"]
     p = values["p"]
     return f"{100 * values['difference']:+.2f} [{100 * low:+.2f}, {100 * high:+.2f}] p {p:.3f}"

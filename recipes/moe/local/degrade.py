@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import soundfile
-from scipy.signal import fftconvolve
+from study_data import far_field
 
 from wespeaker_qmargin.audio import resample
 from wespeaker_qmargin.files import read_table, write_table, write_text
@@ -46,13 +46,9 @@ def coded(wav: np.ndarray, **how) -> np.ndarray:
 
 def far(wav: np.ndarray, response: np.ndarray, noise: np.ndarray, snr: float) -> np.ndarray:
     """Return ``wav`` in a room, from the direct sound on and as loud as before, plus noise."""
-    direct = np.abs(response).argmax()
-    wet = fftconvolve(wav, response)[direct : direct + len(wav)]
-    power = np.square(wav).mean()
-    wet *= np.sqrt(power / max(np.square(wet).mean(), 1e-12))
     noise = np.resize(noise, len(wav))
-    level = np.sqrt(power / max(np.square(noise).mean(), 1e-12) / 10 ** (snr / 10))
-    return wet + level * noise
+    level = np.square(wav).mean() / max(np.square(noise).mean(), 1e-12) / 10 ** (snr / 10)
+    return far_field(wav, response) + np.sqrt(level) * noise
 
 
 class Degrader:

@@ -16,6 +16,7 @@ import moe_study
 import numpy as np
 import torch
 from degrade import HELD_OUT, KINDS, RATE
+from study_results import difference_cell, eer_cell
 from torch.utils.flop_counter import FlopCounterMode
 
 from wespeaker_qmargin.compare import compare
@@ -67,25 +68,14 @@ def error_tables(cells: dict[str, list[Path]], work: Path, *, replicates: int) -
     rows = [header, ["---"] * len(header)]
     for name in cells:
         found = (measured[title]["systems"][name]["eer"] for title in COLUMNS)
-        rows.append([name, *(_eer(x) for x in found)])
+        rows.append([name, *(eer_cell(x) for x in found)])
     others = [header, ["---"] * len(header)]
     for name in cells.keys() - {CONTROL}:
         key = f"{name} - {CONTROL}"
         found = (measured[title]["differences"][key]["eer"] for title in COLUMNS)
-        others.append([key, *(_difference(x) for x in found)])
+        others.append([key, *(difference_cell(x) for x in found)])
     others[2:] = sorted(others[2:])
     return f"### EER, %\n\n{_table(rows)}\n### Differences of EER to {CONTROL}\n\n{_table(others)}"
-
-
-def _eer(values: dict) -> str:
-    low, high = (100 * x for x in values["interval"])
-    sd = "" if values["sd"] is None else f" ± {100 * values['sd']:.2f}"
-    return f"{100 * values['mean']:.2f}{sd} [{low:.2f}, {high:.2f}]"
-
-
-def _difference(values: dict) -> str:
-    low, high = (100 * x for x in values["mixed_interval"] or values["interval"])
-    return f"{100 * values['difference']:+.2f} [{low:+.2f}, {high:+.2f}] p {values['p']:.3f}"
 
 
 def one_threshold(cells: dict[str, list[Path]], work: Path) -> str:

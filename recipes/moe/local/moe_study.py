@@ -10,13 +10,13 @@ same data and epochs: the head alone first, then what is not frozen.
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
 import yaml
 
 from wespeaker_qmargin.files import write_text
+from wespeaker_qmargin.study import held_out_eer
 
 EXAMPLE = """example:
   python recipes/moe/local/moe_study.py recipes/moe/exp/study adapt
@@ -98,15 +98,9 @@ def best_rates(work: Path) -> dict[str, float]:
     """
     best = {}
     for name in adapted():
-        eers = {value: _held_out(work / f"tune/{name}_lr{value:g}/seed_0") for value in RATES}
+        eers = {value: held_out_eer(work / f"tune/{name}_lr{value:g}/seed_0") for value in RATES}
         best[name] = min(eers, key=eers.get)
     return best
-
-
-def _held_out(folder: Path) -> float:
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    eers = [record["valid_eer"] for record in map(json.loads, lines) if "valid_eer" in record]
-    return sum(eers[-3:]) / 3
 
 
 def adapt(work: Path) -> dict:
