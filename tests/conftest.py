@@ -115,6 +115,17 @@ def make_tiny_encoder():
 
 
 @pytest.fixture(scope="session")
+def encoders(make_tiny_encoder, tmp_path_factory) -> Path:
+    """Folders base, large, w2vbert of 3 layers of 32, and base.pt, large.pt in the first layout."""
+    folder = tmp_path_factory.mktemp("encoders")
+    for name, norm in (("base", "group"), ("large", "layer")):
+        original = folder / f"{name}.pt"
+        make_tiny_encoder.make_wavlm(folder / name, layers=3, norm=norm, original=original)
+    make_tiny_encoder.make_w2vbert(folder / "w2vbert", layers=3)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def tiny_wavlm(make_tiny_encoder, tmp_path_factory) -> Path:
     """A folder with a WavLM of two layers, untrained."""
     folder = tmp_path_factory.mktemp("encoder") / "wavlm"
