@@ -145,8 +145,8 @@ def extract_experiment(
         data_type, data: see ``lists.read_utterances``.
         out_dir: see ``extract``.
     """
-    utterances = read_utterances(data_type, data, allow_pipes=allow_pipes)
     net = open_experiment(exp_dir, which)
+    utterances = read_utterances(data_type, data, allow_pipes=allow_pipes)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
