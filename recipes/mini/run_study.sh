@@ -65,13 +65,15 @@ if includes 4; then
   log "stage 4: noise"
   run_part noise
   for share in 5 20; do
-    run="$work/noise/qmargin_a150_flip$share/seed_0"
-    if [ ! -f "$work/data/train_cleaned$share/found.json" ]; then
-      wespeaker-qmargin audit --exp_dir "$run" --top 5
-      python "$local/remove_suspects.py" "$run/audit.tsv" "$work/data/train_flip$share" \
-        "$work/data/train_cleaned$share" --share "$(printf '0.%02d' "$share")" \
-        --truth "$work/data/train/utt2spk"
-    fi
+    for seed in 0 1 2; do
+      run="$work/noise/qmargin_a150_flip$share/seed_$seed"
+      out="$work/data/train_cleaned${share}_seed$seed"
+      if [ ! -f "$out/found.json" ]; then
+        wespeaker-qmargin audit --exp_dir "$run" --top 5
+        python "$local/remove_suspects.py" "$run/audit.tsv" "$work/data/train_flip$share" "$out" \
+          --share "$(printf '0.%02d' "$share")" --truth "$work/data/train/utt2spk"
+      fi
+    done
   done
   run_part cleaned
 fi
