@@ -216,6 +216,7 @@ def test_the_whole_study_in_miniature(work, capsys):
     for name in ("not adapted", *moe_study.adapted()):
         assert rows.count(name) == (2 if name == "not adapted" else 3)
     assert "nan" not in text
+    assert (work / "differences.svg").read_text().count("experts_n3k2 - full") == 1
 
 
 def test_help_and_bad_stages(tmp_path, monkeypatch):

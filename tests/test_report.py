@@ -11,6 +11,7 @@ import pytest
 from scipy.special import ndtri
 
 from wespeaker_qmargin import compare, figures, metrics, page, report
+from wespeaker_qmargin.evidence import comparison_section
 from wespeaker_qmargin.roc import roc
 
 NAMES = ("CosFace", "Q-Margin <b>&|$x_1$")
@@ -309,6 +310,8 @@ def test_plans_probes_studies_and_comparisons(evidence, tmp_path):
     assert cells[2:7] == ["10.00", "12.00", "17.00", "13.00", "3.61"]
     assert cells[9:14] == ["20.00", "-", "-", "20.00", "-"]
     assert "B - A" in text and "+0.00" in text
+    shown = comparison_section(others["comparisons"][0]).images["differences.svg"]
+    assert shown.count(b"B - A") == 1 and b"FNR % at FPR 0.1 %" in shown
     assert base64.b64encode(PNG).decode() in text
     assert "## Study: study" in table.read_text() and "| b_c_d |" in table.read_text()
 

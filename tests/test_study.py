@@ -207,8 +207,9 @@ def test_tables(work, caplog):
     text = study_results.write(work, replicates=20).read_text()
     assert "heads: not finished" in caplog.text and "noise: not" not in caplog.text
     assert "| cosface | 0.001 |" in text and "### noise: control cosface_flip20" in text
+    assert (work / "noise.svg").read_text().count("qmargin_a150_flip20 - cosface_flip20") == 1
     rows = {x.split(" | ")[0]: x.split(" | ") for x in text.splitlines() if x.startswith("| ")}
-    better = rows["| qmargin_a150_flip5 - control"]
+    better = rows["| qmargin_a150_flip5 - cosface_flip5"]
     assert all(cell.startswith("-") for cell in better[1:7])
     assert "50 %" in rows["| qmargin_a150_flip5"][-1]
     assert rows["| qmargin_a150_flip5"][1].startswith("0.00 ± 0.00 [0.00, 0.00]")

@@ -66,6 +66,12 @@ def compare(
     }
 
 
+def spread(values: dict) -> tuple[float, float, float]:
+    """Return a difference with its ends, over seeds too where there are some; NaN without any."""
+    ends = values["mixed_interval"] or values["interval"] or (float("nan"),) * 2
+    return values["difference"], *ends
+
+
 def _trials(scores: Scores, path) -> frozenset:
     if scores.is_target is None:
         raise ValueError(f"{path}: no labels; each line must end with target or nontarget")
@@ -145,13 +151,14 @@ def markdown(report: dict) -> str:
         if report[section]:
             rows = [[section[:-1], *QUANTITIES.values()], ["---"] * (1 + len(QUANTITIES))]
             for name, values in report[section].items():
-                cells = [cell(values[key], _unit(key)) for key in QUANTITIES]
+                cells = [cell(values[key], unit(key)) for key in QUANTITIES]
                 rows.append([name, *cells])
             tables.append("".join(f"| {' | '.join(row)} |\n" for row in rows))
     return "\n".join(tables) + "\n" + _legend(report)
 
 
-def _unit(quantity: str) -> tuple[float, int]:
+def unit(quantity: str) -> tuple[float, int]:
+    """Return what a quantity is multiplied by to be shown, and its decimals."""
     return (1, 3) if quantity == "min_dcf" else (100, 2)
 
 

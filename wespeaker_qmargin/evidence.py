@@ -47,13 +47,28 @@ def probe_section(folder) -> Section:
 
 
 def comparison_section(path) -> Section:
-    """Return the tables of differences of what ``wespeaker-qmargin compare --out PATH`` wrote."""
+    """Return the tables, and a figure, of what ``wespeaker-qmargin compare --out PATH`` wrote."""
     _require(Path(path), "`wespeaker-qmargin compare ... --out FILE.json`")
+    images = {}
     try:
-        text = compare.markdown(json.loads(Path(path).read_text(encoding="utf-8")))
+        report = json.loads(Path(path).read_text(encoding="utf-8"))
+        text = compare.markdown(report)
+        if report["differences"] and report["parameters"]["bootstrap"]:
+            images["differences.svg"] = _draw_differences(report).encode()
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: not what compare writes ({error!r})") from error
-    return Section(f"Comparison: {Path(path).stem}", text, {})
+    return Section(f"Comparison: {Path(path).stem}", text, images, wide=True)
+
+
+def _draw_differences(report: dict) -> str:
+    panels = {}
+    for quantity, title in compare.QUANTITIES.items():
+        factor, _ = compare.unit(quantity)
+        panels[title] = {
+            name: tuple(factor * x for x in compare.spread(values[quantity]))
+            for name, values in report["differences"].items()
+        }
+    return figures.differences_svg(panels)
 
 
 def experts_section(folder) -> Section:

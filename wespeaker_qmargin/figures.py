@@ -1,4 +1,4 @@
-"""Figures of the report as SVG text: DET curves and training curves of several systems.
+"""Figures as SVG text: DET curves, training curves, heat maps, differences, experts.
 
 matplotlib is imported when a figure is drawn, and without its global state (no pyplot, no backend).
 """
@@ -140,6 +140,28 @@ def heat_maps_svg(title: str, cells: dict[tuple[float, float, float], float]) ->
             axes.set_xlabel("alpha")
             if number == 0:
                 axes.set_ylabel("margin m")
+    return buffer.getvalue()
+
+
+def differences_svg(panels: dict[str, dict[str, tuple]]) -> str:
+    """Return differences between systems, a row each, a panel a quantity; blue where 0 is outside.
+
+    Args:
+        panels: title -> name of the difference -> (difference, low, high); all have the same names.
+    """
+    names = list(next(iter(panels.values())))
+    rows = range(len(names))
+    with _figure(2.0 + 2.4 * len(panels), 0.8 + 0.25 * len(names)) as (figure, buffer):
+        all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+        for axes, (title, found) in zip(all_axes, panels.items()):
+            values, low, high = np.array([found[name] for name in names], dtype=float).T
+            colours = np.where(low * high > 0, COLOURS[0], GREY)
+            axes.axvline(0, color="#b8c0cc", lw=1.2)
+            axes.hlines(rows, low, high, colors=colours, lw=1.7)
+            axes.scatter(values, rows, c=colours, s=22, zorder=3)
+            axes.set_title(title, parse_math=False)
+        all_axes[0].set_ylim(len(names) - 0.5, -0.5)
+        all_axes[0].set_yticks(rows, names, parse_math=False)
     return buffer.getvalue()
 
 

@@ -1,4 +1,4 @@
-"""Collect the study: WORK/tables.md, every number with its interval.
+"""Collect the study: WORK/tables.md, every number with its interval, and WORK/PART.svg.
 
 EER of the mean over the seeds, with paired intervals over speakers; differences are to the control
 of a part (CosFace at the same margin, the same labels, the same start). Parts that are not finished
@@ -13,7 +13,8 @@ from pathlib import Path
 
 from make_study import PLAIN, best_rates
 
-from wespeaker_qmargin.compare import compare
+from wespeaker_qmargin.compare import compare, spread
+from wespeaker_qmargin.figures import differences_svg
 from wespeaker_qmargin.files import write_text
 from wespeaker_qmargin.grid import collect
 from wespeaker_qmargin.study import Study, read_study
@@ -22,6 +23,7 @@ EXAMPLE = """example:
   python recipes/mini/local/study_results.py recipes/mini/exp/study
 """
 LISTS = ("cv", "cv_cross_lang", "cv_same_lang", "cv_far", "ls", "ls_far")
+DRAWN = ("cv", "cv_cross_lang", "cv_far")
 logger = logging.getLogger("study_results")
 
 
@@ -46,18 +48,16 @@ def controls(part: str, names: list[str]) -> dict[str, list[str]]:
     return {c: [name for name in group if name != c] for c, group in groups.items()}
 
 
-def tables(study: Study, part: str, work: Path, *, replicates: int) -> str:
-    """Return a table for every list and control of a finished part."""
-    cells: dict[str, list[Path]] = {}
+def measure(study: Study, part: str, work: Path, *, replicates: int) -> dict[str, dict]:
+    """Return control -> trial list -> what ``compare`` says of the control and its others."""
+    folders: dict[str, list[Path]] = {}
     for cell in study.cells:
-        cells.setdefault(cell.name, []).append(study.folder(cell))
-    sections = []
-    for control, others in controls(part, list(cells)).items():
-        rows = [["", *LISTS, "active at the end"], ["---"] * (2 + len(LISTS))]
-        measured = {
+        folders.setdefault(cell.name, []).append(study.folder(cell))
+    return {
+        control: {
             name: compare(
                 {
-                    x: [folder / "scores" / f"{name}.trials.score" for folder in cells[x]]
+                    x: [folder / "scores" / f"{name}.trials.score" for folder in folders[x]]
                     for x in (control, *others)
                 },
                 work / "data/test/utt2spk",
@@ -65,15 +65,30 @@ def tables(study: Study, part: str, work: Path, *, replicates: int) -> str:
             )
             for name in LISTS
         }
-        for x in (control, *others):
-            row = [eer_cell(measured[name]["systems"][x]["eer"]) for name in LISTS]
-            rows.append([x, *row, _active(cells[x])])
-        for x in others:
-            differences = (measured[name]["differences"][f"{x} - {control}"] for name in LISTS)
-            rows.append([f"{x} - control", *(difference_cell(d["eer"]) for d in differences), ""])
-        lines = (f"| {' | '.join(row)} |\n" for row in rows)
-        sections.append(f"### {part}: control {control}\n\n{''.join(lines)}")
-    return "\n".join(sections)
+        for control, others in controls(part, list(folders)).items()
+    }
+
+
+def table(measured: dict[str, dict], active: dict[str, float]) -> str:
+    """Return the systems of a control, then the differences to it."""
+    rows = [["", *LISTS, "active at the end"], ["---"] * (2 + len(LISTS))]
+    for x in measured[LISTS[0]]["systems"]:
+        row = [eer_cell(measured[name]["systems"][x]["eer"]) for name in LISTS]
+        rows.append([x, *row, f"{100 * active[x]:.0f} %"])
+    for x in measured[LISTS[0]]["differences"]:
+        found = (measured[name]["differences"][x]["eer"] for name in LISTS)
+        rows.append([x, *map(difference_cell, found), ""])
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def draw(measured: dict[str, dict]) -> str:
+    """Return the differences of a part as a figure."""
+    panels = {f"{name}, EER %": {} for name in DRAWN}
+    for group in measured.values():
+        for name, panel in zip(DRAWN, panels.values()):
+            for difference, values in group[name]["differences"].items():
+                panel[difference] = tuple(100 * x for x in spread(values["eer"]))
+    return differences_svg(panels)
 
 
 def eer_cell(values: dict) -> str:
@@ -85,17 +100,18 @@ def eer_cell(values: dict) -> str:
 
 def difference_cell(values: dict) -> str:
     """Return a difference of ``compare`` in points of EER, its interval over seeds too, and p."""
-    low, high = values["mixed_interval"] or values["interval"]
-    p = values["p"]
-    return f"{100 * values['difference']:+.2f} [{100 * low:+.2f}, {100 * high:+.2f}] p {p:.3f}"
+    difference, low, high = (100 * x for x in spread(values))
+    return f"{difference:+.2f} [{low:+.2f}, {high:+.2f}] p {values['p']:.3f}"
 
 
-def _active(folders: list[Path]) -> str:
-    shares = []
-    for folder in folders:
-        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        shares.append([x for x in map(json.loads, lines) if "active" in x][-1]["active"])
-    return f"{100 * sum(shares) / len(shares):.0f} %"
+def active_shares(study: Study) -> dict[str, float]:
+    """Return cell -> share of the samples with a gradient in the last interval, over the seeds."""
+    shares: dict[str, list[float]] = {}
+    for cell in study.cells:
+        lines = (study.folder(cell) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        last = [x for x in map(json.loads, lines) if "active" in x][-1]
+        shares.setdefault(cell.name, []).append(last["active"])
+    return {name: sum(values) / len(values) for name, values in shares.items()}
 
 
 def write(work: Path, *, replicates: int) -> Path:
@@ -112,7 +128,10 @@ def write(work: Path, *, replicates: int) -> Path:
             logger.warning("%s: not finished, left out", part)
             continue
         collect(study)
-        text.append(tables(study, part, work, replicates=replicates))
+        measured, active = measure(study, part, work, replicates=replicates), active_shares(study)
+        for control, group in measured.items():
+            text.append(f"### {part}: control {control}\n\n{table(group, active)}")
+        write_text(work / f"{part}.svg", draw(measured))
     for path in sorted(work.glob("data/*/found.json")):
         numbers = json.loads(path.read_text(encoding="utf-8"))
         text.append(f"### audit for {path.parent.name}\n\n{numbers}\n")

@@ -1,4 +1,6 @@
-"""Collect the study: WORK/tables.md, every comparator and mixture with paired intervals.
+"""Collect the study: every comparator and mixture with paired intervals.
+
+Writes WORK/tables.md, and WORK/differences.svg with what it says of EER.
 
 EER, mean over the seeds, of clean trials, of clean enrolment and degraded probes (the trials of all
 kinds in adaptation together), of both degraded, and of the kind that was held out; differences to
@@ -19,8 +21,9 @@ from degrade import HELD_OUT, KINDS, RATE
 from study_results import difference_cell, eer_cell
 from torch.utils.flop_counter import FlopCounterMode
 
-from wespeaker_qmargin.compare import compare
+from wespeaker_qmargin.compare import compare, spread
 from wespeaker_qmargin.config import load_config
+from wespeaker_qmargin.figures import differences_svg
 from wespeaker_qmargin.files import Scores, read_scores, read_table, write_text
 from wespeaker_qmargin.llr import cllr, fit_calibration
 from wespeaker_qmargin.model import SpeakerNet
@@ -53,8 +56,8 @@ def merged(folders: list[Path], lists: list[str], out: Path) -> list[Path]:
     return paths
 
 
-def error_tables(cells: dict[str, list[Path]], work: Path, *, replicates: int) -> str:
-    """Return the EER of every cell, and its difference to the control."""
+def measure(cells: dict[str, list[Path]], work: Path, *, replicates: int) -> dict[str, dict]:
+    """Return column -> what ``compare`` says of all cells, the control first."""
     measured = {}
     for title, lists in COLUMNS.items():
         systems = {
@@ -64,18 +67,32 @@ def error_tables(cells: dict[str, list[Path]], work: Path, *, replicates: int) -
         measured[title] = compare(
             control | systems, work / "data/test/utt2spk", replicates=replicates
         )
+    return measured
+
+
+def error_tables(measured: dict[str, dict]) -> str:
+    """Return the EER of every cell, and its difference to the control."""
     header = ["", *COLUMNS]
-    rows = [header, ["---"] * len(header)]
-    for name in cells:
-        found = (measured[title]["systems"][name]["eer"] for title in COLUMNS)
-        rows.append([name, *(eer_cell(x) for x in found)])
-    others = [header, ["---"] * len(header)]
-    for name in cells.keys() - {CONTROL}:
-        key = f"{name} - {CONTROL}"
-        found = (measured[title]["differences"][key]["eer"] for title in COLUMNS)
-        others.append([key, *(difference_cell(x) for x in found)])
-    others[2:] = sorted(others[2:])
-    return f"### EER, %\n\n{_table(rows)}\n### Differences of EER to {CONTROL}\n\n{_table(others)}"
+    texts = []
+    for section, cell in (("systems", eer_cell), ("differences", difference_cell)):
+        rows = [header, ["---"] * len(header)]
+        for name in next(iter(measured.values()))[section]:
+            found = (values[section][name]["eer"] for values in measured.values())
+            rows.append([name, *map(cell, found)])
+        texts.append(_table(rows))
+    return f"### EER, %\n\n{texts[0]}\n### Differences of EER to {CONTROL}\n\n{texts[1]}"
+
+
+def draw(measured: dict[str, dict]) -> str:
+    """Return the differences of EER as a figure, a panel a column."""
+    panels = {
+        title.removesuffix(" (held out)"): {
+            name: tuple(100 * x for x in spread(difference["eer"]))
+            for name, difference in values["differences"].items()
+        }
+        for title, values in measured.items()
+    }
+    return differences_svg(panels)
 
 
 def one_threshold(cells: dict[str, list[Path]], work: Path) -> str:
@@ -160,7 +177,9 @@ def write(work: Path, *, replicates: int) -> Path:
     for cell in study.cells:
         cells.setdefault(cell.name, []).append(study.folder(cell))
     own = {name: folders for name, folders in cells.items() if name in moe_study.adapted()}
-    parts = [error_tables(cells, work, replicates=replicates), one_threshold(cells, work)]
+    measured = measure(cells, work, replicates=replicates)
+    write_text(work / "differences.svg", draw(measured))
+    parts = [error_tables(measured), one_threshold(cells, work)]
     write_text(work / "tables.md", "\n".join([*parts, sizes(study, own)]))
     return work / "tables.md"
 
