@@ -111,7 +111,7 @@ def test_data(lists, tmp_path):
 
 @pytest.mark.parametrize("part", make_study.PARTS)
 def test_every_cell_is_a_training_that_begins(part, work):
-    if part == "finetune":
+    if part in ("finetune", "advice"):
         for start in make_study.starts(work):
             path = work / "starts" / start / "seed_0/models/avg_model.pt"
             path.parent.mkdir(parents=True)
@@ -120,7 +120,8 @@ def test_every_cell_is_a_training_that_begins(part, work):
     path.write_text(yaml.safe_dump(make_study.study(work, part)))
     study = read_study(path)
     assert len(study.cells) == {
-        "tune": 30, "heads": 54, "noise": 18, "cleaned": 12, "starts": 2, "finetune": 30
+        "tune": 30, "heads": 54, "noise": 18, "cleaned": 12, "starts": 2, "finetune": 30,
+        "advice": 21,
     }[part]  # fmt: skip
     for cell in study.cells:
         config = study.config(cell)

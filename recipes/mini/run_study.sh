@@ -20,7 +20,7 @@ stages
   3  heads: every head, margins 0.1 and 0.2, three seeds; alpha from 1 to 1.5
   4  noise: CosFace and Q-Margin with wrong labels; an audit, and without its suspects
   5  starts: two CosFace networks, and what the probe says of going on from them
-  6  fine-tune both with CosFace and Q-Margin
+  6  fine-tune both with CosFace and Q-Margin, one also against the probe's advice
   7  tables with intervals and figures
 
 options (and their defaults)
@@ -86,12 +86,16 @@ if includes 5; then
     if [ ! -f "$out/probe.json" ]; then
       wespeaker-qmargin probe --checkpoint "$start" --data "$work/data/train" \
         --config "$start/config.yaml" --out "$out" \
-        --grid '32,1.1,0.2 20,1.25,0.2 10,1.5,0.2 5,2,0.2 10,2,0.2'
+        --grid '32,1.1,0.2 20,1.25,0.2 10,1.5,0.2 5,2,0.2 5,2,0.1 10,2,0.05 20,2,0.02 32,2,0'
     fi
   done
 fi
 
-if includes 6; then log "stage 6: fine-tune" && run_part finetune; fi
+if includes 6; then
+  log "stage 6: fine-tune"
+  run_part finetune
+  run_part advice
+fi
 
 if includes 7; then
   log "stage 7: tables"

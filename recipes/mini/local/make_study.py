@@ -4,7 +4,8 @@ WORK has data/ (study_data.py). tune.yaml trains every head at three learning ra
 60 training speakers held out; heads.yaml and noise.yaml use the rate that was best for a head, by
 the mean EER of the held-out speakers over the last three epochs; cleaned.yaml trains on what is
 left without the audit's suspects; finetune.yaml goes on from two CosFace networks: one trained as
-long as the others, one three times as long.
+long as the others, one three times as long; advice.yaml from the second, with settings of which the
+probe says that they are safe, mild and starving.
 """
 
 import argparse
@@ -19,10 +20,10 @@ from wespeaker_qmargin.study import held_out_eer
 EXAMPLE = """example:
   python recipes/mini/local/make_study.py recipes/mini/exp/study heads
 """
-PARTS = ("tune", "heads", "noise", "cleaned", "starts", "finetune")
+PARTS = ("tune", "heads", "noise", "cleaned", "starts", "finetune", "advice")
 SEEDS = [0, 1, 2]
 RATES = (0.0005, 0.001, 0.002)
-EPOCHS, CONTINUED = 15, 5
+EPOCHS, CONTINUED, ADVISED = 15, 5, 10
 PAIRS = {"a125": (1.25, 20.0), "a150": (1.5, 10.0), "a200": (2.0, 5.0)}  # alpha, s
 
 
@@ -134,20 +135,37 @@ def starts(work: Path) -> dict:
 
 def finetune(work: Path) -> dict:
     """Return every start gone on with: CosFace, the three pairs, and a nearly dense Q-Margin."""
-    fixed = {"initial_margin": 0.2, "final_margin": 0.2, "fix_start_epoch": 1}
-    goes_on = {"num_epochs": CONTINUED, **rate(0.0002), "margin_update": fixed}
-    goes_on["scheduler_args"]["warm_up_epoch"] = 0
     projections = {"cosface": HEADS["cosface"], "qmargin_a110": _q_margin(1.1, 32.0)}
     projections |= {name: HEADS[name] for name in HEADS if name.startswith("qmargin")}
     return {
-        f"{start}_{name}": {
-            **goes_on,
-            "projection_args": args,
-            "checkpoint": str(work / "starts" / start / "seed_0/models/avg_model.pt"),
-        }
+        f"{start}_{name}": _goes_on(work, start, args, 0.2, num_epochs=CONTINUED, **rate(0.0002))
         for start in starts(work)
         for name, args in projections.items()
     }
+
+
+def advice(work: Path) -> dict:
+    """Return the long start gone on with at a rate that changes it: what the probe would forbid."""
+    cells = {"cosface_m02": (HEADS["cosface"], 0.2), "cosface_m00": (HEADS["cosface"], 0.0)}
+    for scale, margin in ((5.0, 0.2), (5.0, 0.1), (10.0, 0.05), (20.0, 0.02), (32.0, 0.0)):
+        name = f"qmargin_a200_s{scale:.0f}_m{margin:g}".replace("0.", "0")
+        cells[name] = _q_margin(2.0, scale), margin
+    start = f"cosface_epochs{3 * EPOCHS}"
+    return {
+        name: _goes_on(work, start, *cell, num_epochs=ADVISED, **rate(0.001))
+        for name, cell in cells.items()
+    }
+
+
+def _goes_on(work: Path, start: str, projection_args: dict, margin: float, **others) -> dict:
+    cell = {
+        **others,
+        "projection_args": projection_args,
+        "margin_update": {"initial_margin": margin, "final_margin": margin, "fix_start_epoch": 1},
+        "checkpoint": str(work / "starts" / start / "seed_0/models/avg_model.pt"),
+    }
+    cell["scheduler_args"] |= {"warm_up_epoch": 0}
+    return cell
 
 
 def study(work: Path, part: str) -> dict:
