@@ -205,8 +205,14 @@ def test_tables(work, caplog):
     study = read_study(work / "noise.yaml")
     gain = {"qmargin_a150_flip5": 8.0}
     finish(study, rng=np.random.default_rng(0), gain=lambda name: gain.get(name, 0.0))
+    found = {"utterances": 24, "wrong": 2, "removed": 2, "removed_wrong": 1, "auc_score": 0.9871}
+    (work / "data/train_cleaned5_seed0/found.json").write_text(json.dumps(found))
+    probe = work / "probe/cosface_epochs15/probe.md"
+    study_results.write_text(probe, f"## {work}/starts/cosface_epochs15\n\n84 % won\n")
     text = study_results.write(work, replicates=20).read_text()
     assert "heads: not finished" in caplog.text and "noise: not" not in caplog.text
+    assert "| train_cleaned5_seed0 | 24 | 2 | 2 | 1 | 0.9871 |" in text
+    assert "## starts/cosface_epochs15" in text and str(work) not in text
     assert "| cosface | 0.001 |" in text and "### noise: control cosface_flip20" in text
     assert (work / "noise.svg").read_text().count("qmargin_a150_flip20 - cosface_flip20") == 1
     rows = {x.split(" | ")[0]: x.split(" | ") for x in text.splitlines() if x.startswith("| ")}

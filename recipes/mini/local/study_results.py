@@ -116,6 +116,16 @@ def active_shares(study: Study) -> dict[str, float]:
     return {name: sum(values) / len(values) for name, values in shares.items()}
 
 
+def audit_table(paths: list[Path]) -> str:
+    """Return what remove_suspects.py has found, a row a run."""
+    rows = []
+    for path in paths:
+        numbers = json.loads(path.read_text(encoding="utf-8"))
+        rows = rows or [["", *numbers], ["---"] * (1 + len(numbers))]
+        rows.append([path.parent.name, *(f"{value:.4g}" for value in numbers.values())])
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
 def write(work: Path, *, replicates: int) -> Path:
     """Write the tables of all finished parts; return their file."""
     text = []
@@ -134,11 +144,12 @@ def write(work: Path, *, replicates: int) -> Path:
         for control, group in measured.items():
             text.append(f"### {part}: control {control}\n\n{table(group, active)}")
         write_text(work / f"{part}.svg", draw(measured))
-    for path in sorted(work.glob("data/*/found.json")):
-        numbers = json.loads(path.read_text(encoding="utf-8"))
-        text.append(f"### audit for {path.parent.name}\n\n{numbers}\n")
+    found = sorted(work.glob("data/*/found.json"))
+    if found:
+        text.append(f"### audit: wrong labels found\n\n{audit_table(found)}")
     for path in sorted(work.glob("probe/*/probe.md")):
-        text.append(f"### probe of {path.parent.name}\n\n{path.read_text(encoding='utf-8')}")
+        probe = path.read_text(encoding="utf-8").replace(f"{work}/", "")
+        text.append(f"### probe of {path.parent.name}\n\n{probe}")
     write_text(work / "tables.md", "\n".join(text))
     return work / "tables.md"
 
@@ -152,7 +163,7 @@ def main() -> None:
     args = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     try:
-        print(write(args.work, replicates=args.bootstrap).read_text(encoding="utf-8"))
+        print(write(args.work.resolve(), replicates=args.bootstrap).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         sys.exit(f"study_results.py: {error}")
 
