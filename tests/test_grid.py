@@ -8,8 +8,11 @@ import pytest
 import yaml
 
 from wespeaker_qmargin.cli import main
+from wespeaker_qmargin.embeddings import read_embeddings
 from wespeaker_qmargin.figures import heat_maps_svg
+from wespeaker_qmargin.files import read_scores, read_trials
 from wespeaker_qmargin.grid import collect, run_cell
+from wespeaker_qmargin.score import score_trials
 from wespeaker_qmargin.study import read_study
 
 
@@ -66,6 +69,23 @@ def test_cells_that_are_fine_tuned(study, tmp_path, capsys):
     content["finetune"] = {"prototype_epochs": 0}
     assert main(["grid", str(write(tmp_path, content)), "--list"]) == 1
     assert "cell a: finetune: expected from and of the others of from" in capsys.readouterr().err
+
+
+def test_the_mean_of_other_data_is_subtracted(study, corpus, tmp_path):
+    path, content = study
+    cell = read_study(path).cells[0]
+    scores = {}
+    for name, mean in (("plain", {}), ("centred", {"mean": str(corpus)})):
+        content |= {"exp_dir": name, "test": content["test"] | mean}
+        found = read_study(write(tmp_path, content))
+        run_cell(found, cell)
+        folder = found.folder(cell)
+        scores[name] = read_scores(folder / "scores" / "all.trials.score").scores
+    embeddings = read_embeddings(folder / "embeddings" / "xvector.scp")
+    trials = read_trials(tmp_path / "all.trials")
+    centred = score_trials(trials, embeddings, mean=embeddings.vectors.mean(axis=0))
+    assert scores["centred"] == pytest.approx(centred, abs=2e-5)
+    assert abs(scores["centred"] - scores["plain"]).max() > 0.01
 
 
 def test_every_cell_once(study, tmp_path, capsys):
@@ -135,7 +155,7 @@ def interrupt(*_):
     [
         ({"cels": {}}, r"expected the keys .*; found \['cels'\]"),
         ({"config": None}, "config is missing"),
-        ({"test": {"data": "x"}}, "test: expected data, data_type, trials"),
+        ({"test": {"data": "x"}}, "test: expected data, data_type, mean, trials"),
         ({"cells": {}, "grid": {}}, "no cell"),
         ({"seeds": []}, "no cell"),
         ({"grid": {"alphas": [1]}}, r"expected alphas, scales and margins, got \['alphas'\]"),

@@ -47,14 +47,13 @@ def run_cell(study: Study, cell: Cell) -> None:
     else:
         train(config, resume_run=True)
     average_epochs(folder, config.num_avg)
-    embeddings = extract_experiment(
-        folder,
-        data_type=study.test.get("data_type", "kaldi"),
-        data=study.test["data"],
-        out_dir=folder / "embeddings",
-        device=config.device,
-    )
-    scores = score_files(embeddings, study.test["trials"], out=folder / "scores")
+    test, out = study.test, folder / "embeddings"
+    options = {"data_type": test.get("data_type", "kaldi"), "device": config.device}
+    mean = None
+    if "mean" in test:
+        mean = extract_experiment(folder, data=test["mean"], out_dir=out / "mean", **options)
+    embeddings = extract_experiment(folder, data=test["data"], out_dir=out, **options)
+    scores = score_files(embeddings, test["trials"], mean=mean, out=folder / "scores")
     report = evaluate(scores, fpr=[FPR], replicates=0)
     write_text(folder / "results.json", json.dumps(report, indent=1) + "\n")
 

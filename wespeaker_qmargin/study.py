@@ -19,7 +19,7 @@ from wespeaker_qmargin.config import (
 )
 from wespeaker_qmargin.finetune import finetune
 
-_TEST_KEYS = {"data", "trials", "data_type"}
+_TEST_KEYS = {"data", "trials", "data_type", "mean"}
 _KEYS = {"exp_dir", "config", "common", "test", "seeds", "cells", "grid", "finetune"}
 _FINETUNE_KEYS = {"from", *inspect.signature(finetune).parameters} - {
     *("config", "source", "resume_run"),
@@ -80,10 +80,12 @@ def read_study(path) -> Study:
 
     Keys: ``exp_dir`` and ``config``, a YAML of the trainer, relative to the study's file;
     ``common``, keys of it for all cells; ``test``: ``data`` (and ``data_type``, kaldi), ``trials``
-    (a list of files); ``seeds``; ``cells``, name -> keys of the configuration; ``grid``:
-    ``alphas``, ``scales``, ``margins``, every combination a cell with Q-Margin; ``finetune``: cells
-    are fine-tuned ``from`` a checkpoint (``{seed}`` in it is the cell's; relative to the study's
-    file) with the options of `finetune.finetune`; in a cell: what differs there.
+    (a list of files), ``mean`` (data whose mean embedding is subtracted before the cosine, as
+    WeSpeaker's recipes do with the training's; without it nothing is); ``seeds``; ``cells``, name
+    -> keys of the configuration; ``grid``: ``alphas``, ``scales``, ``margins``, every combination a
+    cell with Q-Margin; ``finetune``: cells are fine-tuned ``from`` a checkpoint (``{seed}`` in it
+    is the cell's; relative to the study's file) with the options of `finetune.finetune`; in a cell:
+    what differs there.
 
     Raises:
         FileNotFoundError, ValueError: no such file, an unknown or missing key, no cell.

@@ -17,7 +17,7 @@ usage: bash recipes/mini/run_study.sh [--stage N] [--stop_stage N] [--option val
 stages
   1  data: lists, copies with 5 % and 20 % wrong labels, far-field test utterances
   2  tune: every head at three learning rates, on held-out training speakers
-  3  heads: every head, margins 0.1 and 0.2, three seeds; alpha from 1 to 1.5
+  3  heads: every head, margins 0.1 and 0.2, three seeds; alpha from 1 to 1.5; four for longer
   4  noise: CosFace and Q-Margin with wrong labels; an audit, and without its suspects
   5  starts: two CosFace networks, and what the probe says of going on from them
   6  fine-tune both with CosFace and Q-Margin, one also against the probe's advice
@@ -59,7 +59,11 @@ run_part() {
 }
 
 if includes 2; then log "stage 2: tune" && run_part tune; fi
-if includes 3; then log "stage 3: heads" && run_part heads; fi
+if includes 3; then
+  log "stage 3: heads"
+  run_part heads
+  run_part long
+fi
 
 if includes 4; then
   log "stage 4: noise"
@@ -86,7 +90,7 @@ if includes 5; then
     if [ ! -f "$out/probe.json" ]; then
       wespeaker-qmargin probe --checkpoint "$start" --data "$work/data/train" \
         --config "$start/config.yaml" --out "$out" \
-        --grid '32,1.1,0.2 20,1.25,0.2 10,1.5,0.2 5,2,0.2 5,2,0.1 10,2,0.05 20,2,0.02 32,2,0'
+        --grid '32,1.1,0.2 20,1.25,0.2 10,1.5,0.2 5,2,0.2 10,2,0.05 20,2,0.02 32,2,0'
     fi
   done
 fi

@@ -1,11 +1,16 @@
 """Write the YAMLs of the study for `wespeaker-qmargin grid`, a part at a time.
 
-WORK has data/ (study_data.py). tune.yaml trains every head at three learning rates, one seed, with
-60 training speakers held out; heads.yaml and noise.yaml use the rate that was best for a head, by
-the mean EER of the held-out speakers over the last three epochs; cleaned.yaml trains on what is
-left without the audit's suspects; finetune.yaml goes on from two CosFace networks: one trained as
-long as the others, one three times as long; advice.yaml from the second, with settings of which the
-probe says that they are safe, mild and starving.
+WORK has data/ (study_data.py).
+
+    tune      every head at three learning rates, one seed, 60 training speakers held out
+    heads     every head at the rate that was best for it, by the mean EER of the held-out speakers
+              over the last three epochs, as in all parts below but the last two
+    long      four of them with three times as many epochs
+    noise     three of them with wrong labels
+    cleaned   two of them on what is left without the audit's suspects
+    starts    two CosFace networks, trained as long as the others and three times as long
+    finetune  both gone on with
+    advice    the second gone on with, at settings that the probe calls safe, mild and starving
 """
 
 import argparse
@@ -20,7 +25,7 @@ from wespeaker_qmargin.study import held_out_eer
 EXAMPLE = """example:
   python recipes/mini/local/make_study.py recipes/mini/exp/study heads
 """
-PARTS = ("tune", "heads", "noise", "cleaned", "starts", "finetune", "advice")
+PARTS = ("tune", "heads", "long", "noise", "cleaned", "starts", "finetune", "advice")
 SEEDS = [0, 1, 2]
 RATES = (0.0005, 0.001, 0.002)
 EPOCHS, CONTINUED, ADVISED = 15, 5, 10
@@ -97,6 +102,12 @@ def heads(work: Path) -> dict:
     return cells
 
 
+def long(work: Path) -> dict:
+    """Return CosFace, two sparse heads and the run that passes to alpha 1.5, with more epochs."""
+    same, names = heads(work), ("qmargin_a150", "scheduled", "qmargin_a125", "cosface")
+    return {name: {**same[f"{name}_m02"], "num_epochs": 3 * EPOCHS} for name in names}
+
+
 def noise(work: Path) -> dict:
     """Return CosFace and Q-Margin with wrong labels; without, they are in `heads`."""
     rates = best_rates(work)
@@ -147,7 +158,7 @@ def finetune(work: Path) -> dict:
 def advice(work: Path) -> dict:
     """Return the long start gone on with at a rate that changes it: what the probe would forbid."""
     cells = {"cosface_m02": (HEADS["cosface"], 0.2), "cosface_m00": (HEADS["cosface"], 0.0)}
-    for scale, margin in ((5.0, 0.2), (5.0, 0.1), (10.0, 0.05), (20.0, 0.02), (32.0, 0.0)):
+    for scale, margin in ((5.0, 0.2), (10.0, 0.05), (20.0, 0.02), (32.0, 0.0)):
         name = f"qmargin_a200_s{scale:.0f}_m{margin:g}".replace("0.", "0")
         cells[name] = _q_margin(2.0, scale), margin
     start = f"cosface_epochs{3 * EPOCHS}"

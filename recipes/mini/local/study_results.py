@@ -36,8 +36,8 @@ def controls(part: str, names: list[str]) -> dict[str, list[str]]:
             groups[f"cosface_{margin}"].append(name)
             if name in PLAIN:
                 groups["cosface_m01"].append(name)
-    elif part == "advice":
-        groups = {"cosface_m02": names}
+    elif part in ("advice", "long"):
+        groups = {"cosface_m02" if part == "advice" else "cosface": names}
     elif part in ("noise", "cleaned"):
         groups = {name: [] for name in names if name.startswith("cosface")}
         for name in names:
@@ -133,7 +133,7 @@ def write(work: Path, *, replicates: int) -> Path:
         rates = best_rates(work)
         rows = "".join(f"| {head} | {rate:g} |\n" for head, rate in rates.items())
         text.append(f"### learning rates found\n\n| head | rate |\n| --- | --- |\n{rows}")
-    for part in ("heads", "noise", "cleaned", "finetune", "advice"):
+    for part in ("heads", "long", "noise", "cleaned", "finetune", "advice"):
         path = work / f"{part}.yaml"
         study = read_study(path) if path.is_file() else None
         if study is None or not all(map(study.is_finished, study.cells)):
