@@ -88,6 +88,16 @@ def test_the_mean_of_other_data_is_subtracted(study, corpus, tmp_path):
     assert abs(scores["centred"] - scores["plain"]).max() > 0.01
 
 
+@pytest.mark.parametrize("key", ["data", "mean", "trials"])
+def test_a_missing_test_set_is_told_before_the_training(study, tmp_path, capsys, key):
+    _, content = study
+    missing = str(tmp_path / "none")
+    content["test"][key] = [missing] if key == "trials" else missing
+    assert main(["grid", str(write(tmp_path, content)), "--task", "1"]) == 1
+    assert f"{missing}: no such file or folder; test of" in capsys.readouterr().err
+    assert not (tmp_path / "study").exists()
+
+
 def test_every_cell_once(study, tmp_path, capsys):
     path, content = study
     assert main(["grid", str(path), "--task", "2"]) == 0

@@ -41,6 +41,9 @@ def run_cell(study: Study, cell: Cell) -> None:
     if study.is_finished(cell):
         logger.info("finished before: %s", folder)
         return
+    for path in (study.test["data"], study.test.get("mean"), *study.test["trials"]):
+        if path is not None and not Path(path).exists():  # hours of training come first
+            raise FileNotFoundError(f"{path}: no such file or folder; test of the study names it")
     if cell.finetune:
         options = {key: value for key, value in cell.finetune.items() if key != "from"}
         finetune(config, find_source(cell.finetune["from"]), resume_run=True, **options)
