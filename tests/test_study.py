@@ -1,6 +1,7 @@
 """The study of the mini recipe: its data, every one of its cells, its tables."""
 
 import json
+import shutil
 import sys
 from itertools import chain
 
@@ -205,6 +206,7 @@ def test_tables(work, caplog):
     study = read_study(work / "noise.yaml")
     gain = {"qmargin_a150_flip5": 8.0}
     finish(study, rng=np.random.default_rng(0), gain=lambda name: gain.get(name, 0.0))
+    shutil.copytree(work / "noise/qmargin_a150_flip5", work / "heads/qmargin_a150_m02")
     found = {"utterances": 24, "wrong": 2, "removed": 2, "removed_wrong": 1, "auc_score": 0.9871}
     (work / "data/train_cleaned5_seed0/found.json").write_text(json.dumps(found))
     probe = work / "probe/cosface_epochs15/probe.md"
@@ -212,6 +214,8 @@ def test_tables(work, caplog):
     text = study_results.write(work, replicates=20).read_text()
     assert "heads: not finished" in caplog.text and "noise: not" not in caplog.text
     assert "| train_cleaned5_seed0 | 24 | 2 | 2 | 1 | 0.9871 |" in text
+    across = "| noise/qmargin_a150_flip5 - heads/qmargin_a150_m02 | +0.00 [+0.00, +0.00] p 1.000 |"
+    assert across in text and "heads/entmax" not in text
     assert "## starts/cosface_epochs15" in text and str(work) not in text
     assert "| cosface | 0.001 |" in text and "### noise: control cosface_flip20" in text
     assert (work / "noise.svg").read_text().count("qmargin_a150_flip20 - cosface_flip20") == 1

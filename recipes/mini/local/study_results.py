@@ -24,6 +24,23 @@ EXAMPLE = """example:
 """
 LISTS = ("cv", "cv_cross_lang", "cv_same_lang", "cv_far", "ls", "ls_far")
 DRAWN = ("cv", "cv_cross_lang", "cv_far")
+PAIRS = {  # across controls and parts: what -> what it is compared with
+    "heads/qmargin_a150_m01": "heads/logit_a150_m01",
+    "heads/qmargin_a150_m02": "heads/logit_a150_m02",
+    "heads/entmax": "heads/qmargin_a150_m02",
+    "heads/sparsemax": "heads/qmargin_a200_m02",
+    "heads/scheduled_m02": "heads/qmargin_a150_m02",
+    **{
+        f"noise/{head}_flip{share}": f"heads/{head}_m02"
+        for head in ("cosface", "qmargin_a125", "qmargin_a150")
+        for share in (5, 20)
+    },
+    **{
+        f"cleaned/{head}_cleaned{share}": f"noise/{head}_flip{share}"
+        for head in ("cosface", "qmargin_a150")
+        for share in (5, 20)
+    },
+}
 logger = logging.getLogger("study_results")
 
 
@@ -80,6 +97,23 @@ def table(measured: dict[str, dict], active: dict[str, float]) -> str:
     for x in measured[LISTS[0]]["differences"]:
         found = (measured[name]["differences"][x]["eer"] for name in LISTS)
         rows.append([x, *map(difference_cell, found), ""])
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def pair_table(work: Path, *, replicates: int) -> str:
+    """Return the differences of ``PAIRS``, those of cells with finished seeds."""
+    rows = [["", *DRAWN], ["---"] * (1 + len(DRAWN))]
+    for pair in PAIRS.items():
+        cells = []
+        for name in DRAWN:
+            files = {
+                x: sorted((work / x).glob(f"seed_*/scores/{name}.trials.score")) for x in pair[::-1]
+            }
+            if all(files.values()):
+                found = compare(files, work / "data/test/utt2spk", replicates=replicates)
+                cells.append(difference_cell(found["differences"][" - ".join(pair)]["eer"]))
+        if cells:
+            rows.append([" - ".join(pair), *cells])
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
@@ -144,6 +178,7 @@ def write(work: Path, *, replicates: int) -> Path:
         for control, group in measured.items():
             text.append(f"### {part}: control {control}\n\n{table(group, active)}")
         write_text(work / f"{part}.svg", draw(measured))
+    text.append(f"### across parts\n\n{pair_table(work, replicates=replicates)}")
     found = sorted(work.glob("data/*/found.json"))
     if found:
         text.append(f"### audit: wrong labels found\n\n{audit_table(found)}")
