@@ -3,6 +3,7 @@
 import copy
 import io
 import json
+import shutil
 import sys
 
 import numpy as np
@@ -13,6 +14,7 @@ import yaml
 from conftest import ROOT, voice
 from test_recipe import bash
 
+from wespeaker_qmargin.cli import main
 from wespeaker_qmargin.files import read_table, read_trials
 from wespeaker_qmargin.grid import run_cell
 from wespeaker_qmargin.study import read_study
@@ -24,6 +26,7 @@ LOCAL = ROOT / "recipes" / "moe" / "local"
 sys.path[:0] = [str(LOCAL), str(ROOT / "recipes" / "mini" / "local")]
 
 import degrade  # noqa: E402
+import expert_tables  # noqa: E402
 import make_encoder  # noqa: E402
 import moe_results  # noqa: E402
 import moe_study  # noqa: E402
@@ -33,7 +36,7 @@ RATE = degrade.RATE
 
 @pytest.fixture(scope="module")
 def lists(tmp_path_factory):
-    """What prepare_data.py leaves, of 12 speakers in two languages, two utterances each."""
+    """What prepare_data.py leaves of 12 speakers in two languages: voices, breath, silence."""
     folder = tmp_path_factory.mktemp("study") / "lists"
     for name in ("train", "test/trials", "rirs", "musan", "wav"):
         (folder / name).mkdir(parents=True)
@@ -44,7 +47,8 @@ def lists(tmp_path_factory):
         soundfile.write(folder / f"wav/{name}.wav", wav, RATE, subtype="FLOAT")
     keys = [f"cv-{'ab' if s % 2 else 'cd'}-{s:02d}_{take}" for s in range(12) for take in range(2)]
     for key in keys:
-        wav = voice(int(key[6:8]), int(key[-1]), seconds=1.8)
+        breath = np.geomspace(0.1, 1e-5, 3200) * np.random.default_rng(1).standard_normal(3200)
+        wav = np.append(voice(int(key[6:8]), int(key[-1]), seconds=1.6), breath)
         soundfile.write(folder / f"wav/{key}.wav", wav, RATE)
     for part in ("train", "test"):
         scp = "".join(f"{key} {folder}/wav/{key}.wav\n" for key in keys)
@@ -107,7 +111,8 @@ def test_noise_is_as_loud_as_asked_for():
 
 def test_data(data, lists):
     kinds = read_table(data / "train_degraded/utt2kind")
-    assert set(kinds.values()) == set(moe_results.SEEN), "the codec is in no training utterance"
+    assert set(kinds.values()) == set(expert_tables.SEEN), "the codec is in no training utterance"
+    assert {key[3:5] for key in kinds} == {"ab"}, "and every second language of the test"
     assert read_table(data / "train/wav.scp") == read_table(lists / "train/wav.scp")
     test = read_table(data / "test/wav.scp")
     assert len(test) == 24 * (1 + len(degrade.KINDS))
@@ -119,6 +124,9 @@ def test_data(data, lists):
     assert mixed.enroll == clean.enroll and mixed.test[0] == f"far-{clean.test[0]}"
     assert (mixed.is_target == clean.is_target).all()
     assert len(read_table(data / "by_language/ab/wav.scp")) == 12
+    assert degrade.language("cv-rm-sursilv-6d08f045") == "rm"
+    assert degrade.language("ls-0026") == degrade.language("voice") == "unknown"
+    assert not degrade.held_out_languages(["ls-0026", "ls-0027"])
     assert set(read_table(data / "by_kind/far/utt2spk")) == set(read_table(lists / "test/wav.scp"))
 
 
@@ -195,8 +203,24 @@ def run_part(work, part: str) -> None:
         run_cell(found, cell)
 
 
+def tuned(work):
+    path = work / "tune.yaml"
+    path.write_text(yaml.safe_dump(moe_study.study(work, "tune"), sort_keys=False))
+    return path
+
+
+def analyse_run(work, name: str, seed: int) -> None:
+    """What stage 4 does with a run."""
+    run, start = work / f"adapt/{name}/seed_{seed}", "experts" if "from_start" in name else "dense"
+    for part, out in (("by_kind", run), ("by_language", run / "languages")):
+        sets = [f"{folder.name}={folder}" for folder in sorted((work / "data" / part).iterdir())]
+        words = ["--exp_dir", run, "--from", work / f"base/{start}/seed_{seed}", "--out", out]
+        options = ["--sample", 3, "--drop", 1, "--data", *sets]
+        assert main(["experts", *map(str, [*words, *options])]) == 0
+
+
 @pytest.mark.recipe
-def test_the_whole_study_in_miniature(work, capsys):
+def test_the_whole_study_in_miniature(work, caplog):
     """Every cell is adapted from the dense network, or its own, and is in the tables."""
     for name in list(moe_study.adapted()):
         folder = work / f"tune/{name}_lr0.001/seed_0"
@@ -211,10 +235,22 @@ def test_the_whole_study_in_miniature(work, capsys):
         assert not report["dropped"] and not report["mismatched"]
         allowed = ("router", "adapter", "lora", "updates", "quality")
         assert all(any(x in key for x in allowed) for key in report["new"]), name
+    assert [x.name for x in read_study(tuned(work)).cells] == [
+        f"{name}_lr0.001" for name in moe_study.adapted()
+    ]
+    looked_at = {"full": 1, "wide": 1, "lora": 1, "experts_n3k2": 2, "experts_from_start": 2}
+    for name in looked_at:
+        for seed in (0, 1):
+            analyse_run(work, name, seed)
+    assert "before and after are not the same ones" in caplog.text, "of LoRA there is no drift"
+    shutil.rmtree(work / "adapt/lora/seed_0/languages")  # as is not told of then
+    (work / "adapt/lora/seed_0/experts.json").unlink()
     text = moe_results.write(work, replicates=20).read_text()
     rows = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("|")]
-    for name in ("not adapted", *moe_study.adapted()):
-        assert rows.count(name) == (2 if name == "not adapted" else 3)
+    for name in moe_study.adapted():
+        told = looked_at[name] if name in looked_at and name != "lora" else 0
+        assert rows.count(name) == 3 + told, name
+    assert rows.count("not adapted") == rows.count("experts, not adapted") == 2
     assert "nan" not in text
     assert (work / "differences.svg").read_text().count("experts_n3k2 - full") == 1
 

@@ -23,7 +23,7 @@ from wespeaker_qmargin.files import write_text
 from wespeaker_qmargin.frontend import SAMPLE_RATE, SslFrontend
 from wespeaker_qmargin.lists import read_utterances
 from wespeaker_qmargin.model import SpeakerNet
-from wespeaker_qmargin.moe import UsageCounter, moe_layers, without_expert
+from wespeaker_qmargin.moe import MoEFeedForward, UsageCounter, moe_layers, without_expert
 from wespeaker_qmargin.upcycle import feed_forwards
 
 logger = logging.getLogger(__name__)
@@ -123,22 +123,31 @@ def _open(exp_dir, model: str) -> SpeakerNet:
 
 
 def _drift(after: SpeakerNet, before: SpeakerNet) -> dict[str, list[float]]:
-    mixtures, modules = moe_layers(after), dict(before.named_modules())
-    drift = {
-        slot.name: [_moved(slot.module, modules[slot.name])]
-        for slot in feed_forwards(after)
-        if slot.name.startswith("frontend.") and ".experts." not in slot.name
-    }
-    for name, layer in mixtures.items():
-        was = modules[name]
-        olds = was.experts if name in moe_layers(before) else [was] * len(layer.experts)
-        drift[name] = [_moved(new, old) for new, old in zip(layer.experts, olds)]
+    modules, drift = dict(after.named_modules()), {}
+    dense = (x for x in feed_forwards(before) if ".experts." not in x.name)
+    starts = {x.name: [x.module] for x in dense if x.name.startswith("frontend.")}
+    starts |= {name: list(layer.experts) for name, layer in moe_layers(before).items()}
+    for name, olds in starts.items():
+        now = modules.get(name, torch.nn.Module())
+        news = list(now.experts) if isinstance(now, MoEFeedForward) else [now]
+        counts = {len(news), len(olds)}
+        pairs = list(zip(news * (max(counts) // len(news)), olds * (max(counts) // len(olds))))
+        unlike = any(_weights(old).keys() - _weights(new).keys() for new, old in pairs)
+        if unlike or counts - {1, max(counts)}:
+            logger.warning("%s: its weights before and after are not the same ones: no drift", name)
+        else:
+            drift[name] = [_moved(_weights(new), _weights(old)) for new, old in pairs]
     return drift
 
 
-def _moved(new: torch.nn.Module, old: torch.nn.Module) -> float:
-    a, b = (torch.cat([p.detach().flatten() for p in x.parameters()]) for x in (new, old))
-    return ((a - b).norm() / b.norm()).item()
+def _weights(module: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach() for name, parameter in module.named_parameters()}
+
+
+def _moved(new: dict[str, Tensor], old: dict[str, Tensor]) -> float:
+    """Of the weights that were there before; what was added beside them takes no part."""
+    moved = sum((new[name] - weight).square().sum() for name, weight in old.items())
+    return (moved / sum(weight.square().sum() for weight in old.values())).sqrt().item()
 
 
 class _Listener:

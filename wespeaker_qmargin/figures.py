@@ -187,7 +187,8 @@ def experts_svg(report: dict) -> str:
         axes[0].set_ylim(math.floor(10 * min(0.9, *similar)) / 10, 1.01)
         axes[0].set_xticks(range(len(report["data"][names[0]]["cka"])))
         axes[0].set_xlabel("hidden state, 0: input of the first layer")
-        axes[0].legend().set_zorder(5)
+        beside = {"loc": "upper left", "bbox_to_anchor": (1, 1.05)} if len(names) > 6 else {}
+        axes[0].legend(ncols=-(-len(names) // 12), **beside).set_zorder(5)
         _draw_drift(axes[1], list(report["drift"].values()))
         if mixed:
             _draw_load(axes[2], report["data"])

@@ -66,19 +66,20 @@ if includes 3; then
   run_part adapt
 fi
 
+analyse() {  # RUN START PART OUT OPTIONS: what RUN changed and hears, on each set of a part
+  local sets=() folder
+  for folder in "$work/data/$3"/*; do sets+=("$(basename "$folder")=$folder"); done
+  [ -f "$4/experts.json" ] || wespeaker-qmargin experts --exp_dir "$1" --from "$2" \
+    --data "${sets[@]}" --out "$4" "${@:5}"
+}
+
 if includes 4; then
   log "stage 4: experts"
   for run in "$work"/adapt/{full,wide,experts_n3k2,experts_reinit,experts_from_start}/seed_*; do
     start="$work/base/dense/$(basename "$run")"
     case $run in *from_start*) start="$work/base/experts/$(basename "$run")" ;; esac
-    if [ ! -f "$run/experts.json" ]; then
-      sets=()
-      for folder in "$work"/data/by_kind/* "$work"/data/by_language/*; do
-        sets+=("$(basename "$folder")=$folder")
-      done
-      wespeaker-qmargin experts --exp_dir "$run" --from "$start" --data "${sets[@]}" \
-        --sample 60 --drop 10 --out "$run"
-    fi
+    analyse "$run" "$start" by_language "$run/languages" --drop 0
+    analyse "$run" "$start" by_kind "$run" --sample 60 --drop 10
   done
 fi
 

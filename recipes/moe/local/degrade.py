@@ -2,7 +2,8 @@
 
 OUT gets
   train/            the training speech as it is
-  train_degraded/   every utterance in one kind of degradation, drawn evenly; `opus` is held out
+  train_degraded/   every utterance in one kind of degradation, drawn evenly; `opus` is held out,
+                    and so is every second language of the test speech
   test/             the test speech (one list of trials) as it is, and as <kind>-<key> in each kind
   by_kind/<kind>/   the test speech of one kind alone, also of clean; by_language/<language>/: clean
   test/trials/      clean, <kind>_clean (clean enrolment, degraded probe), <kind>_both
@@ -14,6 +15,7 @@ dB), short (1.5 s).
 import argparse
 import io
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -102,31 +104,47 @@ def _write(degrader: Degrader, wavs: dict, kind_of: dict, folder: Path) -> dict[
     return table
 
 
+def language(speaker: str) -> str:
+    """Return the language in a name ``cv-LANGUAGE[-REGION]-ID``; of other names ``unknown``."""
+    parts = speaker.split("-")
+    return parts[1] if len(parts) > 2 else "unknown"
+
+
+def held_out_languages(speakers: Iterable[str]) -> set[str]:
+    """Return every second of the languages of test speakers, by name."""
+    return set(sorted(set(map(language, speakers)))[1::2])
+
+
 def make(lists: Path, out: Path, *, trials: str = "cv") -> None:
     """Write everything; see the top of this file."""
     degrader = Degrader(lists / "rirs/wav.scp", lists / "musan/wav.scp")
     wavs, speakers = (read_table(lists / "train" / name) for name in ("wav.scp", "utt2spk"))
-    seen = [kind for kind in KINDS if kind != HELD_OUT]
-    kind_of = {key: seen[_rng("kind", key).integers(len(seen))] for key in wavs}
+    test = _make_test(degrader, lists / "test", out / "test", trials)
+    _write_part(out / "train", wavs, speakers)
+    seen, unheard = [kind for kind in KINDS if kind != HELD_OUT], held_out_languages(test)
+    kind_of = {
+        key: seen[_rng("kind", key).integers(len(seen))]
+        for key in wavs
+        if language(speakers[key]) not in unheard
+    }
     degraded = _write(degrader, wavs, kind_of, out / "train_degraded/wav")
-    for name, table in (("train", wavs), ("train_degraded", degraded)):
-        write_table(out / name / "wav.scp", table)
-        write_table(out / name / "utt2spk", speakers)
+    _write_part(out / "train_degraded", degraded, speakers)
     write_table(out / "train_degraded/utt2kind", kind_of)
-    _make_test(degrader, lists / "test", out / "test", trials)
 
 
-def _make_test(degrader: Degrader, lists: Path, out: Path, trials: str) -> None:
+def _make_test(degrader: Degrader, lists: Path, out: Path, trials: str) -> set[str]:
+    """Write the test speech; return its speakers."""
     text = (lists / "trials" / f"{trials}.trials").read_text(encoding="utf-8")
     rows = [line.split() for line in text.splitlines()]
     keys = sorted({key for row in rows for key in row[:2]})
     wavs, speakers = (read_table(lists / name) for name in ("wav.scp", "utt2spk"))
     table, spk = {key: wavs[key] for key in keys}, {key: speakers[key] for key in keys}
+    heard = set(spk.values())
     write_text(out / "trials/clean.trials", text)
     _write_part(out.parent / "by_kind/clean", table, spk)
-    for language in sorted({speaker.split("-")[1] for speaker in spk.values()}):
-        own = {key: path for key, path in table.items() if spk[key].split("-")[1] == language}
-        _write_part(out.parent / "by_language" / language, own, spk)
+    for name in sorted(set(map(language, heard))):
+        own = {key: path for key, path in table.items() if language(spk[key]) == name}
+        _write_part(out.parent / "by_language" / name, own, spk)
     for kind in KINDS:
         found = _write(degrader, wavs, dict.fromkeys(keys, kind), out / kind)
         _write_part(out.parent / "by_kind" / kind, found, spk)
@@ -135,8 +153,8 @@ def _make_test(degrader: Degrader, lists: Path, out: Path, trials: str) -> None:
         for name, enroll in (("clean", ""), ("both", f"{kind}-")):
             lines = [f"{enroll}{a} {kind}-{b} {label}\n" for a, b, label in rows]
             write_text(out / "trials" / f"{kind}_{name}.trials", "".join(lines))
-    write_table(out / "wav.scp", table)
-    write_table(out / "utt2spk", spk)
+    _write_part(out, table, spk)
+    return heard
 
 
 def _write_part(folder: Path, wavs: dict, speakers: dict) -> None:

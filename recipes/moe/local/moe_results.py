@@ -18,6 +18,7 @@ import moe_study
 import numpy as np
 import torch
 from degrade import HELD_OUT, KINDS, RATE
+from expert_tables import SEEN, tables
 from study_results import difference_cell, eer_cell
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -35,7 +36,6 @@ EXAMPLE = """example:
   python recipes/moe/local/moe_results.py recipes/moe/exp/study
 """
 CONTROL = "full"
-SEEN = [kind for kind in KINDS if kind != HELD_OUT]
 COLUMNS = {  # title -> trial lists
     "clean": ["clean"],
     "clean, degraded": [f"{kind}_clean" for kind in SEEN],
@@ -171,16 +171,18 @@ def write(work: Path, *, replicates: int) -> Path:
     missing = [cell.name for cell in study.cells if not study.is_finished(cell)]
     if missing:
         raise ValueError(f"{len(missing)} cells are not finished, the first is {missing[0]}")
+    starts = {"not adapted": "dense", "experts, not adapted": "experts"}
     cells: dict[str, list[Path]] = {
-        "not adapted": [work / "base/dense" / f"seed_{seed}" for seed in moe_study.SEEDS]
+        title: [work / "base" / name / f"seed_{seed}" for seed in moe_study.SEEDS]
+        for title, name in starts.items()
     }
     for cell in study.cells:
         cells.setdefault(cell.name, []).append(study.folder(cell))
     own = {name: folders for name, folders in cells.items() if name in moe_study.adapted()}
     measured = measure(cells, work, replicates=replicates)
     write_text(work / "differences.svg", draw(measured))
-    parts = [error_tables(measured), one_threshold(cells, work)]
-    write_text(work / "tables.md", "\n".join([*parts, sizes(study, own)]))
+    parts = [error_tables(measured), one_threshold(cells, work), sizes(study, own)]
+    write_text(work / "tables.md", "\n".join([*parts, tables(own, work / "data")]))
     return work / "tables.md"
 
 

@@ -109,6 +109,17 @@ def adapt(work: Path) -> dict:
     return {name: {**cell, **rate(rates[name])} for name, cell in adapted().items()}
 
 
+def tested_on(work: Path, part: str) -> dict:
+    """Return what a part is tested on; tune chooses by held-out training speakers."""
+    trials = work / "data/test/trials"
+    if part == "tune":
+        return {"data": str(work / "data/by_kind/clean"), "trials": [str(trials / "clean.trials")]}
+    return {
+        "data": str(work / "data/test"),
+        "trials": sorted(str(path) for path in trials.glob("*.trials")),
+    }
+
+
 def study(work: Path, part: str) -> dict:
     """Return a part as `wespeaker-qmargin grid` reads it."""
     train = "train" if part == "base" else "train_degraded"
@@ -124,10 +135,7 @@ def study(work: Path, part: str) -> dict:
         "exp_dir": part,
         "config": str(Path(__file__).resolve().parents[3] / "conf/mini_wavlm.yaml"),
         "common": common,
-        "test": {
-            "data": str(work / "data/test"),
-            "trials": sorted(str(x) for x in (work / "data/test/trials").glob("*.trials")),
-        },
+        "test": tested_on(work, part),
         "seeds": [0] if part == "tune" else SEEDS,
     }
     if part == "base":
