@@ -113,6 +113,7 @@ def test_data(data, lists):
     kinds = read_table(data / "train_degraded/utt2kind")
     assert set(kinds.values()) == set(expert_tables.SEEN), "the codec is in no training utterance"
     assert {key[3:5] for key in kinds} == {"ab"}, "and every second language of the test"
+    assert read_table(data / "train_far/utt2kind") == dict.fromkeys(kinds, "far")
     assert read_table(data / "train/wav.scp") == read_table(lists / "train/wav.scp")
     test = read_table(data / "test/wav.scp")
     assert len(test) == 24 * (1 + len(degrade.KINDS))
@@ -174,6 +175,7 @@ def work(data, lists, tmp_path, monkeypatch):
     """A study of a minute: a narrow encoder, one epoch, few rates."""
     monkeypatch.syspath_prepend(str(LOCAL))
     small = {"DIM": 16, "HIDDEN": 64, "LAYERS": 2, "EPOCHS": 1, "BASE_EPOCHS": 1, "HEAD_EPOCHS": 0}
+    small |= {"FAR_EPOCHS": 1, "FAR_CELLS": ("full", "experts_n1k1")}
     for name, value in {**small, "RATES": (1e-3,), "SEEDS": [0, 1]}.items():
         monkeypatch.setattr(moe_study, name, value)
     make_encoder.make(tmp_path / "encoder", dim=16, layers=2)
@@ -228,6 +230,7 @@ def test_the_whole_study_in_miniature(work, caplog):
         (folder / "metrics.jsonl").write_text(3 * (json.dumps({"valid_eer": 0.1}) + "\n"))
     run_part(work, "base")
     run_part(work, "adapt")
+    run_part(work, "far")
     for name in moe_study.adapted():
         report = json.loads((work / f"adapt/{name}/seed_1/transfer.json").read_text())
         start = "experts" if name == "experts_from_start" else "dense"
@@ -249,10 +252,12 @@ def test_the_whole_study_in_miniature(work, caplog):
     rows = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("|")]
     for name in moe_study.adapted():
         told = looked_at[name] if name in looked_at and name != "lora" else 0
-        assert rows.count(name) == 3 + told, name
-    assert rows.count("not adapted") == rows.count("experts, not adapted") == 2
+        far = 3 if name in moe_study.FAR_CELLS else 0
+        assert rows.count(name) == 3 + told + far, name
+    assert rows.count("not adapted") == rows.count("experts, not adapted") == 4
     assert "nan" not in text
-    assert (work / "differences.svg").read_text().count("experts_n3k2 - full") == 1
+    assert (work / "adapt.svg").read_text().count("experts_n3k2 - full") == 1
+    assert (work / "far.svg").read_text().count("experts_n1k1 - full") == 1
 
 
 def test_help_and_bad_stages(tmp_path, monkeypatch):

@@ -18,7 +18,8 @@ usage: bash recipes/moe/run_study.sh [--stage N] [--stop_stage N] [--option valu
 stages
   1  data: lists, degraded speech, an untrained encoder
   2  base: the encoder on clean speech, dense and with experts
-  3  adapt: to degraded speech, every comparator and mixture, at two rates, then three seeds
+  3  adapt: to degraded speech, every comparator and mixture, at two rates, then three seeds;
+     some of them to far speech alone
   4  experts: similarity before and after, drift, usage by kind, segment and language
   5  tables with intervals and figures
 
@@ -64,6 +65,7 @@ if includes 3; then
   log "stage 3: adapt"
   run_part tune
   run_part adapt
+  run_part far
 fi
 
 analyse() {  # RUN START PART OUT OPTIONS: what RUN changed and hears, on each set of a part
@@ -75,7 +77,7 @@ analyse() {  # RUN START PART OUT OPTIONS: what RUN changed and hears, on each s
 
 if includes 4; then
   log "stage 4: experts"
-  for run in "$work"/adapt/{full,wide,experts_n3k2,experts_reinit,experts_from_start}/seed_*; do
+  for run in "$work"/{adapt,far}/{full,wide,experts_n3k2,experts_reinit,experts_from_start}/seed_*; do
     start="$work/base/dense/$(basename "$run")"
     case $run in *from_start*) start="$work/base/experts/$(basename "$run")" ;; esac
     analyse "$run" "$start" by_language "$run/languages" --drop 0

@@ -4,6 +4,7 @@ OUT gets
   train/            the training speech as it is
   train_degraded/   every utterance in one kind of degradation, drawn evenly; `opus` is held out,
                     and so is every second language of the test speech
+  train_far/        the same utterances, all in the kind `far`
   test/             the test speech (one list of trials) as it is, and as <kind>-<key> in each kind
   by_kind/<kind>/   the test speech of one kind alone, also of clean; by_language/<language>/: clean
   test/trials/      clean, <kind>_clean (clean enrolment, degraded probe), <kind>_both
@@ -127,9 +128,10 @@ def make(lists: Path, out: Path, *, trials: str = "cv") -> None:
         for key in wavs
         if language(speakers[key]) not in unheard
     }
-    degraded = _write(degrader, wavs, kind_of, out / "train_degraded/wav")
-    _write_part(out / "train_degraded", degraded, speakers)
-    write_table(out / "train_degraded/utt2kind", kind_of)
+    for name, kinds in (("degraded", kind_of), ("far", dict.fromkeys(kind_of, "far"))):
+        folder = out / f"train_{name}"
+        _write_part(folder, _write(degrader, wavs, kinds, folder / "wav"), speakers)
+        write_table(folder / "utt2kind", kinds)
 
 
 def _make_test(degrader: Degrader, lists: Path, out: Path, trials: str) -> set[str]:

@@ -27,7 +27,7 @@ of an embedding and the one without an expert of one block, least and most, mean
 
 
 def tables(cells: dict[str, list[Path]], data: Path) -> str:
-    """Return both tables.
+    """Return both tables; nothing for nothing.
 
     Args:
         cells: name -> the folders of its seeds; those with an experts.json are told of.
@@ -38,6 +38,8 @@ def tables(cells: dict[str, list[Path]], data: Path) -> str:
         for name, folders in cells.items()
         if all((folder / "experts.json").is_file() for folder in folders)
     }
+    if not found:
+        return ""
     mixed = {name: x for name, x in found.items() if x[0][0]["data"]["clean"]["experts"]}
     unheard = held_out_languages(read_table(data / "by_kind/clean/utt2spk").values())
 

@@ -1,9 +1,9 @@
 """Collect the study: every comparator and mixture with paired intervals.
 
-Writes WORK/tables.md, and WORK/differences.svg with what it says of EER.
+Writes WORK/tables.md, and for each part, adapt and far, WORK/PART.svg with what it says of EER.
 
 EER, mean over the seeds, of clean trials, of clean enrolment and degraded probes (the trials of all
-kinds in adaptation together), of both degraded, and of the kind that was held out; differences to
+kinds in adaptation together), of both degraded, and of kinds that were not in it; differences to
 full fine-tuning. Then Cllr and actDCF at one threshold for all three kinds of trials together:
 scores are calibrated on one half of the speakers and measured on the other, both ways.
 """
@@ -30,18 +30,27 @@ from wespeaker_qmargin.llr import cllr, fit_calibration
 from wespeaker_qmargin.model import SpeakerNet
 from wespeaker_qmargin.roc import roc
 from wespeaker_qmargin.schedule import parameter_groups
-from wespeaker_qmargin.study import Study, read_study
+from wespeaker_qmargin.study import read_study
 
 EXAMPLE = """example:
   python recipes/moe/local/moe_results.py recipes/moe/exp/study
 """
 CONTROL = "full"
-COLUMNS = {  # title -> trial lists
-    "clean": ["clean"],
-    "clean, degraded": [f"{kind}_clean" for kind in SEEN],
-    "both degraded": [f"{kind}_both" for kind in SEEN],
-    f"clean, {HELD_OUT} (held out)": [f"{HELD_OUT}_clean"],
-    f"both {HELD_OUT}": [f"{HELD_OUT}_both"],
+PARTS = {"adapt": f"Adapted to {', '.join(SEEN)}", "far": "Adapted to far alone"}
+COLUMNS = {  # of a part: title -> trial lists
+    "adapt": {
+        "clean": ["clean"],
+        "clean, degraded": [f"{kind}_clean" for kind in SEEN],
+        "both degraded": [f"{kind}_both" for kind in SEEN],
+        f"clean, {HELD_OUT} (held out)": [f"{HELD_OUT}_clean"],
+        f"both {HELD_OUT}": [f"{HELD_OUT}_both"],
+    },
+    "far": {
+        "clean": ["clean"],
+        "clean, far": ["far_clean"],
+        "both far": ["far_both"],
+        "clean, others (held out)": [f"{kind}_clean" for kind in KINDS if kind != "far"],
+    },
 }
 logger = logging.getLogger("moe_results")
 
@@ -56,10 +65,12 @@ def merged(folders: list[Path], lists: list[str], out: Path) -> list[Path]:
     return paths
 
 
-def measure(cells: dict[str, list[Path]], work: Path, *, replicates: int) -> dict[str, dict]:
+def measure(
+    cells: dict[str, list[Path]], columns: dict[str, list[str]], work: Path, *, replicates: int
+) -> dict[str, dict]:
     """Return column -> what ``compare`` says of all cells, the control first."""
     measured = {}
-    for title, lists in COLUMNS.items():
+    for title, lists in columns.items():
         systems = {
             name: merged(folders, lists, work / "merged" / name) for name, folders in cells.items()
         }
@@ -72,7 +83,7 @@ def measure(cells: dict[str, list[Path]], work: Path, *, replicates: int) -> dic
 
 def error_tables(measured: dict[str, dict]) -> str:
     """Return the EER of every cell, and its difference to the control."""
-    header = ["", *COLUMNS]
+    header = ["", *measured]
     texts = []
     for section, cell in (("systems", eer_cell), ("differences", difference_cell)):
         rows = [header, ["---"] * len(header)]
@@ -121,11 +132,10 @@ def _measured(scores: Scores, fit: np.ndarray, test: np.ndarray) -> tuple[float,
     return cllr(llr, scores.is_target[test]), roc(llr, scores.is_target[test]).act_dcf()
 
 
-def sizes(study: Study, cells: dict[str, list[Path]]) -> str:
+def sizes(cells: dict[str, list[Path]]) -> str:
     """Return parameters, those that were trained, flops of an embedding, minutes of training."""
     header = ["", "parameters", "trained", "Mflop / s of speech", "learning rate", "minutes"]
     rows = [header, ["---"] * len(header)]
-    rates = moe_study.best_rates(study.exp_dir.parent)
     for name, folders in cells.items():
         config = load_config(folders[0] / "config.yaml", check_paths=False)
         net = SpeakerNet(config)
@@ -134,7 +144,9 @@ def sizes(study: Study, cells: dict[str, list[Path]]) -> str:
         trained = _trained(net, config) if frozen else sum(counts)
         minutes = [_minutes(folder) for folder in folders]
         sizes = [f"{sum(counts):,}", f"{trained:,}", f"{_mflop_per_s(net.eval()):.1f}"]
-        rows.append([name, *sizes, f"{rates[name]:g}", f"{np.mean(minutes):.1f}"])
+        rows.append(
+            [name, *sizes, f"{config.scheduler_args['initial_lr']:g}", f"{np.mean(minutes):.1f}"]
+        )
     return f"### Parameters and flops (without the head), time\n\n{_table(rows)}"
 
 
@@ -165,24 +177,30 @@ def _table(rows: list[list[str]]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-def write(work: Path, *, replicates: int) -> Path:
-    """Write the tables of the finished study; return their file."""
-    study = read_study(work / "adapt.yaml")
+def results(work: Path, part: str, *, replicates: int) -> str:
+    """Return the tables of a finished part; write its figure."""
+    study = read_study(work / f"{part}.yaml")
     missing = [cell.name for cell in study.cells if not study.is_finished(cell)]
     if missing:
-        raise ValueError(f"{len(missing)} cells are not finished, the first is {missing[0]}")
+        raise ValueError(f"{part}: {len(missing)} cells to do, the first is {missing[0]}")
+    own: dict[str, list[Path]] = {}
+    for cell in study.cells:
+        own.setdefault(cell.name, []).append(study.folder(cell))
     starts = {"not adapted": "dense", "experts, not adapted": "experts"}
-    cells: dict[str, list[Path]] = {
+    cells = {
         title: [work / "base" / name / f"seed_{seed}" for seed in moe_study.SEEDS]
         for title, name in starts.items()
-    }
-    for cell in study.cells:
-        cells.setdefault(cell.name, []).append(study.folder(cell))
-    own = {name: folders for name, folders in cells.items() if name in moe_study.adapted()}
-    measured = measure(cells, work, replicates=replicates)
-    write_text(work / "differences.svg", draw(measured))
-    parts = [error_tables(measured), one_threshold(cells, work), sizes(study, own)]
-    write_text(work / "tables.md", "\n".join([*parts, tables(own, work / "data")]))
+    } | own
+    measured = measure(cells, COLUMNS[part], work, replicates=replicates)
+    write_text(work / f"{part}.svg", draw(measured))
+    texts = [error_tables(measured), one_threshold(cells, work), sizes(own)]
+    return "\n".join([f"## {PARTS[part]}\n", *texts, tables(own, work / "data")])
+
+
+def write(work: Path, *, replicates: int) -> Path:
+    """Write the tables of the finished study; return their file."""
+    texts = [results(work, part, replicates=replicates) for part in PARTS]
+    write_text(work / "tables.md", "\n".join(texts))
     return work / "tables.md"
 
 

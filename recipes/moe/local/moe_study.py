@@ -4,9 +4,11 @@
     tune    every comparator and mixture on degraded speech at two learning rates, one seed, 60
             speakers held out
     adapt   the same at the rate that was better for those, three seeds
+    far     some of them on far speech alone, at the higher rate and for longer, so that the dense
+            network forgets clean speech; three seeds
 
-WORK has data/ (degrade.py) and encoder/ (make_encoder.py). Every cell of tune and adapt has the
-same data and epochs: the head alone first, then what is not frozen.
+WORK has data/ (degrade.py) and encoder/ (make_encoder.py). Every cell of a part has the same data
+and epochs: the head alone first, then what is not frozen.
 """
 
 import argparse
@@ -26,6 +28,11 @@ DIM, LAYERS = 96, 3  # of the encoder
 HIDDEN = 4 * DIM
 BASE_EPOCHS, EPOCHS, HEAD_EPOCHS = 20, 6, 2
 BASE_RATE, HEAD_RATE, RATES = 3e-3, 1e-3, (5e-4, 2e-3)
+FAR_EPOCHS, FAR_RATE = 20, 2e-3
+FAR_CELLS = (
+    *("full", "head", "lora", "quality_lora", "adapter_flops", "wide"),
+    *("experts_from_start", "experts_reinit", "experts_no_router_loss", "experts_n3k2"),
+)
 FROZEN = {"frontend": 0.0}
 
 
@@ -109,6 +116,11 @@ def adapt(work: Path) -> dict:
     return {name: {**cell, **rate(rates[name])} for name, cell in adapted().items()}
 
 
+def far(work: Path) -> dict:
+    """Return the cells that are adapted to far speech alone."""
+    return {name: {**adapted()[name], **rate(FAR_RATE)} for name in FAR_CELLS}
+
+
 def tested_on(work: Path, part: str) -> dict:
     """Return what a part is tested on; tune chooses by held-out training speakers."""
     trials = work / "data/test/trials"
@@ -122,7 +134,7 @@ def tested_on(work: Path, part: str) -> dict:
 
 def study(work: Path, part: str) -> dict:
     """Return a part as `wespeaker-qmargin grid` reads it."""
-    train = "train" if part == "base" else "train_degraded"
+    train = {"base": "train", "far": "train_far"}.get(part, "train_degraded")
     common = {
         "train_data": str(work / "data" / train),
         "dataset_args": {"wavlm_args": {"model_name": str(work / "encoder")}},
@@ -141,12 +153,13 @@ def study(work: Path, part: str) -> dict:
     if part == "base":
         common |= {"num_epochs": BASE_EPOCHS, **rate(BASE_RATE)}
         return {**content, "cells": base()}
-    common |= {"num_epochs": EPOCHS, "scheduler_args": {"warm_up_epoch": 0}}
+    epochs = FAR_EPOCHS if part == "far" else EPOCHS
+    common |= {"num_epochs": epochs, "scheduler_args": {"warm_up_epoch": 0}}
     common["margin_update"] = {"initial_margin": 0.2, "fix_start_epoch": 1}
     common["dataset_args"]["aug_prob"] = 0.0  # the degradation is the data's
     start = {"from": "base/dense/seed_{seed}", "prototype_epochs": HEAD_EPOCHS}
     content["finetune"] = {**start, "prototype_lr": HEAD_RATE}
-    return {**content, "cells": (tune if part == "tune" else adapt)(work)}
+    return {**content, "cells": {"tune": tune, "adapt": adapt, "far": far}[part](work)}
 
 
 def main() -> None:
@@ -154,7 +167,7 @@ def main() -> None:
         description=__doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("work", type=Path)
-    parser.add_argument("part", choices=("base", "tune", "adapt"))
+    parser.add_argument("part", choices=("base", "tune", "adapt", "far"))
     args = parser.parse_args()
     work = args.work.resolve()
     try:
