@@ -91,6 +91,32 @@ def test_an_encoder_that_was_not_changed(adapted, corpus, tmp_path):
     assert report["data"]["x"]["cka"] == pytest.approx([1, 1, 1])
 
 
+def test_other_numbers_of_experts_before(adapted, corpus, tmp_path, caplog):
+    dense, tuned = adapted
+    heard = {"x": read_utterances("kaldi", corpus)[:2]}
+    there, back = (analyse(a, b, heard)["drift"] for a, b in ((tuned, dense), (dense, tuned)))
+    for name, moved in back.items():
+        assert len(moved) == 2 and moved == pytest.approx(there[name], rel=0.1), "one to each"
+    three = tmp_path / "three"
+    words = [
+        "--exp_dir",
+        three,
+        "--config",
+        tmp_path / "moe.yaml",
+        "--from",
+        tuned,
+        "--data",
+        corpus,
+    ]
+    more = ["--dataset_args.wavlm_args.moe.experts", 3, "--merge_experts", "--prototype_epochs", 0]
+    assert main(["finetune", *map(str, [*words, *more])]) == 0
+    average_epochs(three, 1)
+    words = ["--exp_dir", three, "--from", tuned, "--data", f"x={corpus}", "--out", tmp_path]
+    assert main(["experts", *map(str, [*words, "--sample", 2])]) == 0, "and its figure"
+    assert json.loads((tmp_path / "experts.json").read_text())["drift"] == {}
+    assert "before and after are not the same ones" in caplog.text
+
+
 def test_bad_input(adapted, corpus, tmp_path, capsys):
     dense, tuned = adapted
     for words, message in (

@@ -8,6 +8,7 @@ import argparse
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -130,10 +131,10 @@ def _drift(after: SpeakerNet, before: SpeakerNet) -> dict[str, list[float]]:
     for name, olds in starts.items():
         now = modules.get(name, torch.nn.Module())
         news = list(now.experts) if isinstance(now, MoEFeedForward) else [now]
-        counts = {len(news), len(olds)}
-        pairs = list(zip(news * (max(counts) // len(news)), olds * (max(counts) // len(olds))))
+        counts = len(news), len(olds)
+        pairs = list(product(news, olds) if 1 in counts else zip(news, olds))
         unlike = any(_weights(old).keys() - _weights(new).keys() for new, old in pairs)
-        if unlike or counts - {1, max(counts)}:
+        if unlike or len(pairs) < max(counts):
             logger.warning("%s: its weights before and after are not the same ones: no drift", name)
         else:
             drift[name] = [_moved(_weights(new), _weights(old)) for new, old in pairs]

@@ -36,6 +36,7 @@ SHORT = 1.5  # seconds
 OPUS_LEVEL = (256 - 8) / (256 - 6)
 KINDS = ("band", "mulaw", "opus", "far", "short")
 HELD_OUT = "opus"
+SEEN = [kind for kind in KINDS if kind != HELD_OUT]
 
 
 def coded(wav: np.ndarray, **how) -> np.ndarray:
@@ -122,9 +123,9 @@ def make(lists: Path, out: Path, *, trials: str = "cv") -> None:
     wavs, speakers = (read_table(lists / "train" / name) for name in ("wav.scp", "utt2spk"))
     test = _make_test(degrader, lists / "test", out / "test", trials)
     _write_part(out / "train", wavs, speakers)
-    seen, unheard = [kind for kind in KINDS if kind != HELD_OUT], held_out_languages(test)
+    unheard = held_out_languages(test)
     kind_of = {
-        key: seen[_rng("kind", key).integers(len(seen))]
+        key: SEEN[_rng("kind", key).integers(len(SEEN))]
         for key in wavs
         if language(speakers[key]) not in unheard
     }

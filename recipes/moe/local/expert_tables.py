@@ -5,12 +5,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
-from degrade import HELD_OUT, KINDS, held_out_languages
+from degrade import HELD_OUT, KINDS, SEEN, held_out_languages
 
 from wespeaker_qmargin.experts import SEGMENTS
 from wespeaker_qmargin.files import read_table
 
-SEEN = [kind for kind in KINDS if kind != HELD_OUT]
 CHANGES = """### What adaptation changed
 
 Linear CKA with the network before, a number a hidden state from the input of the first block on.

@@ -17,8 +17,8 @@ from pathlib import Path
 import moe_study
 import numpy as np
 import torch
-from degrade import HELD_OUT, KINDS, RATE
-from expert_tables import SEEN, tables
+from degrade import HELD_OUT, KINDS, RATE, SEEN
+from expert_tables import tables
 from study_results import difference_cell, eer_cell
 from torch.utils.flop_counter import FlopCounterMode
 
