@@ -28,7 +28,7 @@ DIM, LAYERS = 96, 3  # of the encoder
 HIDDEN = 4 * DIM
 BASE_EPOCHS, EPOCHS, HEAD_EPOCHS = 20, 6, 2
 BASE_RATE, HEAD_RATE, RATES = 3e-3, 1e-3, (5e-4, 2e-3)
-FAR_EPOCHS, FAR_RATE = 20, 2e-3
+FAR_EPOCHS, FAR_RATE = 10, 2e-3
 FAR_CELLS = (
     *("full", "head", "lora", "quality_lora", "adapter_flops", "wide"),
     *("experts_from_start", "experts_reinit", "experts_no_router_loss", "experts_n3k2"),
